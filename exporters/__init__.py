@@ -1,0 +1,1 @@
+"""What the guard knows, in the languages of other systems: Prometheus today."""
