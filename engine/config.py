@@ -32,7 +32,7 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     endpoint: str | None = None
     """Where records go: ``unix:PATH`` or ``HOST:PORT`` (OTLP/gRPC). None: records are not emitted."""
-    board: Path | None = None
+    board: str | None = None
     """The verdict board. None: no verdict is looked for."""
     gate: Literal["off", "sync", "async"] = "off"
     """``sync``: first tokens and page boundaries wait until the guard has judged the records so far."""
@@ -49,7 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: Literal["smollm2", "tiny"] = "smollm2"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    run_dir: Path = Path("/tmp/kvguard-engine")
+    run_dir: str = "/tmp/kvguard-engine"
     """Sockets and shared memory names live here; made if absent, mode 0700."""
     host: str = "127.0.0.1"
     port: int = 8000

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """One bug each; the docstring of `SEEN_IN` says where it was seen in the wild."""
+    """One bug each; `SEEN_IN` says where it was seen in the wild."""
 
     SWALLOWED_REJECT = "swallowed-reject"
     EARLY_FREE = "early-free"
