@@ -1,0 +1,182 @@
+"""Rules for what goes into a page and what comes out of it: `kv.write`, `kv.read`, `kv.respond`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from guard.findings import Confidence, Kind
+from guard.ledger import late
+from guard.ledger.pages import Page, PoolState
+from guard.ledger.requests import Looked, Request, RequestStream, Where
+from guard.ledger.streams import Stream
+from guard.ledger.taint import Taint, join
+from guard.ledger.world import Evidence, World
+from guard.records import PUBLIC, PageSet, Read, Respond, Scope, Write
+
+_PUBLIC = Taint({PUBLIC: ()})
+
+
+def write(world: World, stream: Stream, rs: RequestStream, record: Write, where: Where) -> None:
+    """The request's own KV is in the pages now."""
+    pool = world.pool(record.pool_id, stream.name)
+    label = rs.label
+    if record.tenant is not None and record.tenant not in label.origins:
+        label = join((label, Taint({record.tenant: (rs.request.id,)})))
+    if record.scope is Scope.PUBLIC:
+        label = _PUBLIC
+    for index, page in pool.within(record.pages):
+        late.settle(page, stream.clock)
+        if page.owner is rs:
+            page.label = label
+            page.valid = page.touched = True
+        else:
+            into_foreign_page(world, rs, pool, index, page, where, label)
+        for transfer in page.outgoing:
+            transfer.taint.absorb(page.label)
+    rs.valid_in(pool.id).written = record.tokens
+
+
+def into_foreign_page(
+    world: World, rs: RequestStream, pool: PoolState, index: int, page: Page, where: Where, label: Taint,
+    transfer: str | None = None,
+) -> None:  # fmt: skip
+    """Bytes of a request went into a page that it does not own."""
+    owner = page.owner
+    world.report(
+        Kind.FOREIGN_WRITE, where, pool.id, rs, evidence=[Evidence(index, page)],
+        tenants={owner.tenant} - {rs.tenant} if owner else (), requests={owner.request.id} if owner else (),
+        subjects=[owner.request] if owner else [], transfer=transfer,
+        reason="bytes went into a page that their request did not own",
+    )  # fmt: skip
+    page.label = join((page.label, label))
+
+
+def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: Where) -> None:
+    """Attention reads the pages: they must be the request's, written for it, and nobody else's data."""
+    pool = world.pool(record.pool_id, stream.name)
+    tenant = record.tenant or rs.tenant
+    permitted = rs.permitted.get(pool.id, set())
+    stale: list[Evidence] = []
+    by_label: dict[int, tuple[Taint, list[Evidence]]] = {}
+    for index, page in pool.within(record.pages):
+        if not page.readable_by(rs):
+            stale.append(Evidence(index, page))
+        if index in permitted and rs.request.id in page.sharers:
+            continue
+        for taint in (page.label, *(writer.taint for writer in page.late)):
+            if taint.origins or taint.open:
+                by_label.setdefault(id(taint), (taint, []))[1].append(Evidence(index, page))
+    stale += [Evidence(index, None) for index in _some(pool.beyond(record.pages))]
+    _stale_read(world, rs, record, pool, where, stale)
+    for taint, evidence in by_label.values():
+        check = _foreign_read(world, rs, tenant, pool, where, taint, evidence)
+        check()
+        taint.watch(check)
+    rs.taste([taint for taint, _ in by_label.values()], tenant)
+    rs.reads.append(Looked(where, pool.id, record.pages))
+    crossing(world, rs.request)
+
+
+def _some(pages: PageSet, most: int = 1024) -> list[int]:
+    """Pages beyond a pool's end, which may be any number."""
+    return [index for start, stop in pages.runs for index in range(start, min(stop, start + most))][:most]
+
+
+def _stale_read(
+    world: World, rs: RequestStream, record: Read, pool: PoolState, where: Where, stale: list[Evidence]
+) -> None:
+    if stale:
+        world.report(
+            Kind.STALE_READ, where, pool.id, rs, evidence=stale,
+            reason=f"read {len(record.pages)} pages, {len(stale)} of them not valid for the request",
+        )  # fmt: skip
+    valid = rs.valid_in(pool.id).tokens
+    if record.tokens > valid and pool.page_tokens is not None:
+        beyond = list(pool.within(record.pages))[valid // pool.page_tokens :]
+        world.report(
+            Kind.STALE_READ, where, pool.id, rs, evidence=[Evidence(i, p) for i, p in beyond],
+            degraded=rs.degraded, reason=f"read {record.tokens} tokens, {valid} are valid",
+        )  # fmt: skip
+
+
+def _foreign_read(
+    world: World, rs: RequestStream, tenant: str, pool: PoolState, where: Where, taint: Taint,
+    evidence: list[Evidence],
+) -> Callable[[], None]:  # fmt: skip
+    # Whether the guard had lost sight of the pages is a matter of this moment, not of when the label grows.
+    sure = any(e.page is not None and not e.page.unvouched for e in evidence)
+
+    def check() -> None:
+        foreign = taint.foreign_to(tenant)
+        if foreign:
+            world.report(
+                Kind.FOREIGN_READ, where, pool.id, rs, evidence=[Evidence(e.page_index, None) for e in evidence],
+                tenants=foreign, requests=world.foreign_requests(taint, foreign), degraded=not sure,
+                reason=f"read pages that hold data of {len(foreign)} other tenant(s)",
+            )  # fmt: skip
+            crossing(world, rs.request)
+
+    return check
+
+
+def respond(world: World, rs: RequestStream, record: Respond, where: Where) -> None:
+    """Bytes leave for the client."""
+    if not 200 <= record.status < 300:
+        return
+    rs.responses.append(Looked(where, record.pool_id, PageSet()))
+    label, tenant = rs.label, record.tenant or rs.tenant
+
+    def check() -> None:
+        foreign = label.foreign_to(tenant)
+        if foreign:
+            _tainted(world, rs, where, record.pool_id, label, foreign)
+
+    check()
+    label.watch(check)
+    crossing(world, rs.request)
+    dead_or_rejected(world, rs.request)
+
+
+def crossing(world: World, request: Request) -> None:
+    """A request that crosses tenants on one stream and answers on another: those have no order between them."""
+    for reader in request.streams.values():
+        foreign = reader.foreign
+        if not foreign:
+            continue
+        for rs in request.streams.values():
+            if rs is not reader and rs.responses:
+                where, pool, _ = rs.responses[0]
+                _tainted(world, rs, where, pool, reader.label, foreign)
+
+
+def _tainted(world: World, rs: RequestStream, where: Where, pool: str, label: Taint, foreign: set[str]) -> None:
+    reads = [f for f in rs.request.findings if f.kind is Kind.FOREIGN_READ and f.request == rs.request.id]
+    world.report(
+        Kind.TAINTED_RESPONSE, where, pool, rs, tenants=foreign, requests=world.foreign_requests(label, foreign),
+        degraded=bool(reads) and all(f.confidence is Confidence.DEGRADED for f in reads),
+        reason="output left for the client after the request had read other tenants' data",
+    )  # fmt: skip
+
+
+def dead_or_rejected(world: World, request: Request) -> None:
+    """What must not happen once some stream said `rejected` or `failed`, in whichever order it is learned."""
+    if request.rejections:
+        for rs in request.streams.values():
+            for where, pool, _ in rs.responses[:1]:
+                world.report(
+                    Kind.WRONG_STATUS, where, pool, rs,
+                    reason="answered 2xx although a worker rejected the request",
+                )  # fmt: skip
+    for stream, death in request.deaths.items():
+        for rs in request.streams.values():
+            if rs.stream == stream:
+                continue
+            known = death.clock.get(rs.stream, (0, -1))
+            for looked in (*rs.reads, *rs.responses):
+                if (looked.where.epoch, looked.where.seq) <= known:
+                    continue
+                world.report(
+                    Kind.ZOMBIE_REQUEST, looked.where, looked.pool, rs,
+                    evidence=[Evidence(i, None) for i in world.pool(looked.pool).clip(looked.pages)],
+                    reason=f"went on although {stream} had ended it as {death.outcome}",
+                )  # fmt: skip

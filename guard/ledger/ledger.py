@@ -1,0 +1,270 @@
+"""The ledger: takes records in any order of arrival, applies the rules in each stream's order."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from guard.findings import Finding
+from guard.ledger import access, late, lifecycle, moves, ownership
+from guard.ledger.requests import Request, RequestStream, Where
+from guard.ledger.streams import Gap, Stream
+from guard.ledger.world import LedgerSettings, World
+from guard.policy import Policy
+from guard.records import (
+    Admit,
+    Alloc,
+    Cache,
+    Free,
+    Pool,
+    Read,
+    Record,
+    RequestEnd,
+    Respond,
+    Scrub,
+    Share,
+    Side,
+    TransferBegin,
+    TransferEnd,
+    Write,
+)  # fmt: skip
+
+_FOREVER = 1 << 62
+
+
+def _ignore(*_: object) -> None:
+    """Nobody wants to know."""
+
+
+class Ledger:
+    """A deterministic state machine from records to findings: no I/O, and no clock but its arguments.
+
+    Live, `now_ns` is the arrival time and `advance` is called while nothing arrives; in replay the window is
+    None, `now_ns` does not matter and `finish` says that the input is over.
+
+    Args:
+        policy: What is done about findings, and the optional rules.
+        settings: How long to wait and how much to keep.
+        on_finding: Called with each finding when it is new (True) and whenever more adds to it (False).
+        on_retire: Called with each request that is over when it is forgotten.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        settings: LedgerSettings | None = None,
+        on_finding: Callable[[Finding, bool], None] = _ignore,
+        on_retire: Callable[[Request], None] = _ignore,
+    ) -> None:
+        self._world = World(policy or Policy(), settings or LedgerSettings(), on_finding, on_retire)
+        self._streams: dict[str, Stream] = {}
+        self._waiting: dict[str, set[str]] = {}
+        """Bare transfer id → streams that wait for its begin."""
+        self._leaks: dict[str, list[tuple[int, int, RequestStream, Where]]] = {}
+        self._time_ns = 0
+
+    @property
+    def streams(self) -> Mapping[str, Stream]:
+        """Every stream heard of."""
+        return self._streams
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Live requests, and the ones that ended lately."""
+        return self._world.requests
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How much is kept: pages, requests (live and ended), transfers in flight, records held back."""
+        world = self._world
+        return {
+            "pages": sum(len(pool.pages) for pool in world.pools.values()),
+            "requests_live": len(world.requests) - len(world.ended),
+            "requests_ended": len(world.ended),
+            "transfers": len(world.transfers),
+            "records_held": sum(stream.holding for stream in self._streams.values()),
+        }
+
+    def set_policy(self, policy: Policy) -> None:
+        """From now on findings are judged by this policy."""
+        self._world.policy = policy
+
+    def watermark(self, stream: str) -> tuple[int, int]:
+        """(epoch, seq): every record of the stream up to it is judged; (-1, -1) for an unknown stream."""
+        state = self._streams.get(stream)
+        return (-1, -1) if state is None else (state.epoch, state.processed)
+
+    def feed(self, record: Record, now_ns: int = 0) -> None:
+        """Takes one record in, and judges all that it makes ready."""
+        self._world.now_ns = now_ns
+        stream = self._streams.get(record.stream)
+        if stream is None:
+            stream = self._streams[record.stream] = Stream(record.stream)
+        deadline = self._deadline(now_ns)
+        if not stream.push(record, deadline):
+            lifecycle.lost(self._world, stream, Gap(record.seq, stream.next_seq - 1), "the sequence ran backwards")
+        self._run(stream)
+        while stream.holding > self._world.settings.max_held:
+            self._give_up(stream)
+
+    def feed_invalid(self, header: Record, now_ns: int = 0) -> None:
+        """Takes the place in its stream of a record that could not be read, so that it is not a gap."""
+        self.feed(header, now_ns)
+
+    def advance(self, now_ns: int) -> None:
+        """Time passes: gives up what should have come by now, and looks for leaks."""
+        world = self._world
+        world.now_ns = now_ns
+        for stream in sorted(self._streams.values(), key=lambda s: s.name):
+            for deadline in (stream.wait_deadline_ns, stream.deadline_ns, stream.successor_deadline_ns):
+                if deadline is not None and deadline <= now_ns:
+                    self._give_up(stream, now_ns)
+        self._confirm(now_ns)
+        window = world.settings.window_ns or 0
+        for name in self._leaks:
+            self._find_leaks(name, now_ns - window)
+
+    def finish(self) -> None:
+        """The input is over: whatever did not come will not."""
+        while True:
+            # Holes first: what stands behind one may be the begin that another stream waits for.
+            stuck = sorted((s for s in self._streams.values() if s.holding), key=lambda s: s.name)
+            stream = next((s for s in stuck if s.waiting_for is None), stuck[0] if stuck else None)
+            if stream is None:
+                break
+            self._give_up(stream)
+        self._confirm(_FOREVER)
+        for name in self._leaks:
+            self._find_leaks(name, self._time_ns)
+
+    def _deadline(self, now_ns: int) -> int:
+        window = self._world.settings.window_ns
+        return _FOREVER if window is None else now_ns + window
+
+    def _confirm(self, now_ns: int) -> None:
+        world = self._world
+        suspects, world.suspects = world.suspects, []
+        for deadline, writer in suspects:
+            if (_FOREVER if deadline is None else deadline) <= now_ns:
+                if not writer.written:
+                    late.confirm(writer, world)
+            elif not writer.confirmed and not writer.written:
+                world.suspects.append((deadline, writer))
+
+    def _give_up(self, stream: Stream, now_ns: int | None = None) -> None:
+        """Goes on without what the stream waits for; `now_ns`: only what is overdue."""
+        due = _FOREVER if now_ns is None else now_ns
+        if stream.waiting_for is not None:
+            if (stream.wait_deadline_ns or 0) > due:
+                return
+            self._stop_waiting(stream)
+            self._apply(stream, stream.ready.popleft())
+        elif stream.held:
+            if (stream.deadline_ns or 0) > due:
+                return
+            gap = stream.skip_hole()
+            if gap is not None:
+                lifecycle.lost(self._world, stream, gap, "a hole in kv.seq")
+            if stream.held:
+                stream.deadline_ns = self._deadline(self._world.now_ns)
+        elif stream.successors:
+            if (stream.successor_deadline_ns or 0) > due:
+                return
+            lifecycle.restart(self._world, stream)
+            self._leaks.pop(stream.name, None)
+            stream.start_successor(self._deadline(self._world.now_ns))
+        self._run(stream)
+
+    def _run(self, stream: Stream) -> None:
+        """Judges what is ready, on this stream and on those that waited for what it brings."""
+        runnable = deque([stream])
+        while runnable:
+            current = runnable.popleft()
+            while current.ready and current.waiting_for is None:
+                record = current.ready[0]
+                missing = None
+                if isinstance(record, TransferEnd) and record.side is Side.RECV:
+                    missing = moves.missing_begin(self._world, record)
+                if missing is not None:
+                    current.waiting_for = missing
+                    current.wait_deadline_ns = self._deadline(self._world.now_ns)
+                    self._waiting.setdefault(missing, set()).add(current.name)
+                    break
+                current.ready.popleft()
+                self._apply(current, record)
+                if isinstance(record, TransferBegin):
+                    runnable.extend(self._woken(record.transfer))
+
+    def _woken(self, transfer: str) -> list[Stream]:
+        woken = []
+        for key in {transfer, transfer.rpartition("/")[0]}:
+            for name in sorted(self._waiting.get(key, ())):
+                stream = self._streams[name]
+                record = stream.ready[0]
+                if isinstance(record, TransferEnd) and moves.missing_begin(self._world, record) is None:
+                    self._stop_waiting(stream)
+                    woken.append(stream)
+        return woken
+
+    def _stop_waiting(self, stream: Stream) -> None:
+        if stream.waiting_for is not None:
+            names = self._waiting[stream.waiting_for]
+            names.discard(stream.name)
+            if not names:
+                del self._waiting[stream.waiting_for]
+        stream.waiting_for = stream.wait_deadline_ns = None
+
+    def _apply(self, stream: Stream, record: Record) -> None:
+        world = self._world
+        where = Where(record.time_ns, stream.name, record.epoch, record.seq)
+        stream.time_ns = max(stream.time_ns, record.time_ns)
+        self._time_ns = max(self._time_ns, record.time_ns)
+        self._find_leaks(stream.name, stream.time_ns)
+        if isinstance(record, Pool):
+            lifecycle.pool(world, stream, record, where)
+        elif isinstance(record, Scrub):
+            ownership.scrub(world, stream, record)
+        elif record.request is not None:
+            self._apply_to_request(stream, record, where)
+        stream.processed = record.seq
+
+    def _apply_to_request(self, stream: Stream, record: Record, where: Where) -> None:
+        world = self._world
+        rs = world.request(record)
+        if rs.ended is not None and rs.ended.epoch != stream.epoch:
+            lifecycle.reborn(world, rs)
+            rs = world.request(record)
+        lifecycle.went_on(world, stream, rs, record, where)
+        match record:
+            case Admit():
+                lifecycle.admit(world, stream, rs, record)
+            case Alloc():
+                ownership.alloc(world, stream, rs, record, where)
+            case Share():
+                ownership.share(world, stream, rs, record, where)
+            case Write():
+                access.write(world, stream, rs, record, where)
+            case TransferBegin():
+                moves.begin(world, stream, rs, record, where)
+            case TransferEnd(side=Side.SEND):
+                moves.end_sent(world, record, where)
+            case TransferEnd():
+                moves.end_received(world, stream, rs, record, where)
+            case Read():
+                access.read(world, stream, rs, record, where)
+                access.dead_or_rejected(world, rs.request)
+            case Free() | Cache():
+                ownership.give_back(world, stream, rs, record, where)
+            case RequestEnd():
+                lifecycle.request_end(world, stream, rs, record, where)
+                deadline = record.time_ns + int(world.settings.leak_grace_s * 1e9)
+                heapq.heappush(self._leaks.setdefault(stream.name, []), (deadline, record.seq, rs, where))
+            case Respond():
+                access.respond(world, rs, record, where)
+
+    def _find_leaks(self, stream: str, time_ns: int) -> None:
+        ended = self._leaks.get(stream)
+        while ended and ended[0][0] < time_ns:
+            *_, rs, where = heapq.heappop(ended)
+            lifecycle.leaked(self._world, rs, where)

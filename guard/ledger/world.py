@@ -1,0 +1,248 @@
+"""All that the ledger knows, and how it says what it concludes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from guard.findings import Confidence, Finding, Kind
+from guard.ledger.pages import Page, PoolState
+from guard.ledger.requests import Request, RequestStream, Where
+from guard.ledger.taint import Taint
+from guard.ledger.transfers import Late, Transfer
+from guard.policy import Policy
+from guard.records import PageSet, Record
+
+
+class LedgerSettings(BaseModel):
+    """How long the ledger waits and how much it keeps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reorder_window_ms: float | None = Field(default=200.0, ge=0)
+    """How long records wait for what they depend on; None: until the end of the input (replay)."""
+    leak_grace_s: float = Field(default=30.0, ge=0)
+    """How long after its end a request may still own pages."""
+    max_held: int = Field(default=16_384, ge=1)
+    """Records that one stream may hold back; then what they wait for is given up at once."""
+    max_ended: int = Field(default=16_384, ge=1)
+    """Requests that are over and still remembered, for records that come late."""
+    max_pool_pages: int = Field(default=4_194_304, ge=1)
+    """Pages kept for a pool, however large it says it is (or when it never says)."""
+
+    @property
+    def window_ns(self) -> int | None:
+        """The reorder window in nanoseconds."""
+        return None if self.reorder_window_ms is None else int(self.reorder_window_ms * 1e6)
+
+
+class Evidence(NamedTuple):
+    """One page that shows a finding."""
+
+    page_index: int
+    page: Page | None
+    """None: whether the guard had lost sight of it is judged elsewhere."""
+
+
+class World:
+    """The ledger's tables."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: LedgerSettings,
+        on_finding: Callable[[Finding, bool], None],
+        on_retire: Callable[[Request], None],
+    ) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.on_finding = on_finding
+        self.on_retire = on_retire
+        self.now_ns = 0
+        """Arrival clock: only deadlines of the reorder window look at it."""
+        self.pools: dict[str, PoolState] = {}
+        self.requests: dict[str, Request] = {}
+        self.ended: OrderedDict[str, Request] = OrderedDict()
+        """Requests that are over, the longest over first."""
+        self.transfers: dict[str, Transfer] = {}
+        self.pieces: dict[str, dict[str, Transfer]] = {}
+        """Bare id → pieces begun."""
+        self.done: OrderedDict[str, None] = OrderedDict()
+        """Ids of transfers that both sides ended, lately."""
+        self.suspects: list[tuple[int | None, Late]] = []
+        """Late writers that wait to be confirmed, with their deadlines."""
+        self.findings: dict[tuple[Kind, str | None, str | None], Finding] = {}
+
+    def pool(self, pool: str, stream: str | None = None) -> PoolState:
+        """The pool, made if it was never heard of; `stream` when it is known to be that stream's."""
+        state = self.pools.get(pool)
+        if state is None:
+            state = self.pools[pool] = PoolState(pool, stream or pool, self.settings.max_pool_pages)
+        elif stream is not None and state.page_tokens is None:
+            state.stream = stream
+        return state
+
+    def request(self, record: Record) -> RequestStream:
+        """The record's request on the record's stream."""
+        assert record.request is not None
+        assert record.tenant is not None
+        request = self.requests.get(record.request)
+        if request is None:
+            request = self.requests[record.request] = Request(record.request)
+        rs = request.streams.get(record.stream)
+        if rs is None:
+            rs = request.streams[record.stream] = RequestStream(request, record.stream, record.tenant)
+            self.ended.pop(request.id, None)
+        return rs
+
+    def note_over(self, request: Request) -> None:
+        """Keeps a request that is over for a while, and lets go of the longest over."""
+        if request.over:
+            self.ended[request.id] = request
+            self.ended.move_to_end(request.id)
+        while len(self.ended) > self.settings.max_ended:
+            self.retire(next(iter(self.ended.values())))
+
+    def retire(self, request: Request) -> None:
+        """Forgets a request that is over."""
+        self.ended.pop(request.id, None)
+        self.requests.pop(request.id, None)
+        for transfer in list(request.transfers.values()):
+            self.drop_transfer(transfer)
+        for rs in request.streams.values():
+            for lates in list(rs.late.values()):
+                for late in list(lates):
+                    self.drop_late(late)
+        for finding in request.findings:
+            self.findings.pop((finding.kind, finding.request, finding.pool), None)
+        self.on_retire(request)
+
+    def drop_transfer(self, transfer: Transfer) -> None:
+        """Forgets a transfer: both sides ended it, or one never will."""
+        transfer.request.transfers.pop(transfer.id, None)
+        self.unlist_incoming(transfer)
+        if transfer.sent is None:
+            self.unlist_outgoing(transfer)
+            transfer.taint.close_one()
+        if self.transfers.pop(transfer.id, None) is None:
+            return
+        base, slash, _ = transfer.id.rpartition("/")
+        if slash and base in self.pieces:
+            self.pieces[base].pop(transfer.id, None)
+            if not self.pieces[base]:
+                del self.pieces[base]
+                self._note_done(base)
+        self._note_done(transfer.id)
+
+    def _note_done(self, transfer: str) -> None:
+        self.done[transfer] = None
+        if len(self.done) > self.settings.max_ended:
+            self.done.popitem(last=False)
+
+    def unlist_incoming(self, transfer: Transfer) -> None:
+        """Its destination pages wait for it no more."""
+        pool = self.pool(transfer.pool)
+        incoming = pool.incoming
+        for index in pool.clip(transfer.begin.peer_pages):
+            writers = incoming.get(index)
+            if writers and transfer in writers:
+                writers.remove(transfer)
+                if not writers:
+                    del incoming[index]
+
+    def unlist_outgoing(self, transfer: Transfer) -> None:
+        """Its source pages add to its label no more."""
+        for _, page in self.pool(transfer.source_pool).within(transfer.begin.pages):
+            if transfer in page.outgoing:
+                page.outgoing.remove(transfer)
+
+    def drop_late(self, late: Late) -> None:
+        """The writer cannot come any more, or never was one."""
+        lates = late.rs.late.get((late.pool, late.index))
+        if lates and late in lates:
+            lates.remove(late)
+            if not lates:
+                del late.rs.late[late.pool, late.index]
+        page = self.pool(late.pool).pages.get(late.index)
+        if page is not None and late in page.late:
+            page.late.remove(late)
+        if late.transfer is not None and late in late.transfer.late:
+            late.transfer.late.remove(late)
+        if not late.written:
+            late.written = True
+            late.taint.close_one()
+
+    def report(
+        self,
+        kind: Kind,
+        where: Where,
+        pool: str | None,
+        rs: RequestStream | None = None,
+        *,
+        evidence: Iterable[Evidence] = (),
+        tenants: Iterable[str] = (),
+        requests: Iterable[str] = (),
+        subjects: Iterable[Request] | None = None,
+        transfer: str | None = None,
+        degraded: bool = False,
+        reason: str = "",
+    ) -> Finding:
+        """Makes a finding, or adds to the one that there is for this kind, request and pool.
+
+        Args:
+            kind: What it is.
+            where: The record that shows it; the earliest is kept.
+            pool: The pool meant.
+            rs: The request that it is about.
+            evidence: Pages that show it. When the guard had lost sight of all of them it is degraded.
+            tenants: Other tenants concerned.
+            requests: Other requests concerned.
+            subjects: Whom a kill hits; the request itself when not given.
+            transfer: The transfer meant.
+            degraded: Whether the evidence is incomplete whatever the pages say.
+            reason: One line for people.
+        """
+        pages = list(evidence)
+        unsure = degraded or (bool(pages) and all(e.page is not None and e.page.unvouched for e in pages))
+        hit = list(subjects) if subjects is not None else [rs.request] if rs is not None else []
+        key = (kind, rs.request.id if rs else None, pool)
+        finding = self.findings.get(key)
+        new = finding is None
+        if finding is None:
+            finding = self.findings[key] = Finding(
+                kind=kind, action=self.policy.action(kind), request=key[1], tenant=rs.tenant if rs else None,
+                pool=pool, stream=where.stream, epoch=where.epoch, seq=where.seq, time_ns=where.time_ns,
+                transfer=transfer, reason=reason, confidence=Confidence.DEGRADED,
+            )  # fmt: skip
+            before = None
+        else:
+            before = (len(finding.pages), finding.action, finding.confidence, len(finding.subjects),
+                      len(finding.other_tenants), len(finding.other_requests), finding.seq)  # fmt: skip
+        if where < (finding.time_ns, finding.stream, finding.epoch, finding.seq):
+            finding.time_ns, finding.stream, finding.epoch, finding.seq = where
+            finding.transfer, finding.reason = transfer or finding.transfer, reason
+        if pages:
+            merged = PageSet((*finding.pages.runs, *PageSet.of(sorted(e.page_index for e in pages)).runs))
+            finding.pages = merged.sorted()
+        finding.other_tenants.update(tenants)
+        finding.other_requests.update(requests)
+        finding.other_requests.discard(key[1] or "")
+        if not unsure:
+            finding.confidence = Confidence.FULL
+        finding.action = self.policy.action(kind, finding.confidence)
+        for request in ([rs.request] if rs else []) + hit:
+            if finding not in request.findings:
+                request.findings.append(finding)
+        finding.subjects.update(request.id for request in hit)
+        after = (len(finding.pages), finding.action, finding.confidence, len(finding.subjects),
+                 len(finding.other_tenants), len(finding.other_requests), finding.seq)  # fmt: skip
+        if before != after:
+            self.on_finding(finding, new)
+        return finding
+
+    def foreign_requests(self, taint: Taint, tenants: Iterable[str]) -> set[str]:
+        """The requests that those tenants' bytes in it come from."""
+        return {request for tenant in tenants for request in taint.origins.get(tenant, ())}
