@@ -41,18 +41,19 @@ def gave_up(rs: RequestStream, pool: PoolState, index: int, page: Page, where: W
 
 
 def suspect(
-    rs: RequestStream, pool: str, index: int, page: Page, released: Where | None, writer: Transfer | None,
+    rs: RequestStream, pool: str, index: int, page: Page | None, released: Where | None, writer: Transfer | None,
     world: World,
 ) -> None:  # fmt: skip
     """From here on `writer` (or one yet unknown) may write into the page."""
-    late = Late(rs, pool, index, released)
+    late = Late(rs, pool, index, page, released)
     rs.late.setdefault((pool, index), []).append(late)
-    page.late.append(late)
-    unbound = [other for other in page.late if other.transfer is None]
-    if len(unbound) > MAX_UNBOUND:
-        world.drop_late(unbound[0])
-    if page.owner is not None and page.owner is not rs:
-        late.victims.append(page.owner)
+    if page is not None:
+        page.late.append(late)
+        unbound = [other for other in page.late if other.transfer is None]
+        if len(unbound) > MAX_UNBOUND:
+            world.drop_late(unbound[0])
+        if page.owner is not None and page.owner is not rs:
+            late.victims.append(page.owner)
     late.confirmed = rs.ended is not None
     if writer is not None:
         bind(late, writer, world)
@@ -88,11 +89,10 @@ def judge(late: Late, world: World) -> None:
     transfer = late.transfer
     if transfer is None or not late.confirmed:
         return
-    page = world.pool(late.pool).page(late.index)
-    evidence = [Evidence(late.index, page)]
     if late.released is not None:
         world.report(
-            Kind.FREE_IN_FLIGHT, late.released, late.pool, late.rs, evidence=evidence, transfer=transfer.id,
+            Kind.FREE_IN_FLIGHT, late.released, late.pool, late.rs, evidence=[Evidence(late.index, None)],
+            transfer=transfer.id, degraded=late.unvouched,
             reason=f"page given up while transfer {transfer.id} into it had not ended on this side",
         )  # fmt: skip
     if late.written:
@@ -117,20 +117,19 @@ def arrived(late: Late, where: Where, world: World) -> None:
         late.taint.absorb(late.transfer.taint)
         late.taint.close_one()
         foreign_write(late, where, world)
-    page = world.pool(late.pool).page(late.index)
-    if late in page.late:
+    page = late.page
+    if page is not None and late in page.late:
         page.late.remove(late)
         page.label = join((page.label, late.transfer.taint))
 
 
 def foreign_write(late: Late, where: Where, world: World) -> None:
     """Bytes went into a page that their request did not own."""
-    page = world.pool(late.pool).page(late.index)
     assert late.transfer is not None
     world.report(
-        Kind.FOREIGN_WRITE, where, late.pool, late.rs, evidence=[Evidence(late.index, page)],
+        Kind.FOREIGN_WRITE, where, late.pool, late.rs, evidence=[Evidence(late.index, None)],
         tenants={v.tenant for v in late.victims} - {late.rs.tenant}, requests={v.request.id for v in late.victims},
-        subjects=[v.request for v in late.victims], transfer=late.transfer.id,
+        subjects=[v.request for v in late.victims], transfer=late.transfer.id, degraded=late.unvouched,
         reason=f"transfer {late.transfer.id} wrote into a page that its request had given up",
     )  # fmt: skip
 

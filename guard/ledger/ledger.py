@@ -232,7 +232,7 @@ class Ledger:
     def _apply_to_request(self, stream: Stream, record: Record, where: Where) -> None:
         world = self._world
         rs = world.request(record)
-        if rs.ended is not None and rs.ended.epoch != stream.epoch:
+        if rs.gone:
             lifecycle.reborn(world, rs)
             rs = world.request(record)
         lifecycle.went_on(world, stream, rs, record, where)

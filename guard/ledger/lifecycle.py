@@ -139,10 +139,12 @@ def restart(world: World, stream: Stream) -> None:
         rs = request.streams.get(stream.name)
         if rs is None:
             continue
+        rs.ended = rs.ended or Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
+        rs.gone = True
         for writers in list(rs.late.values()):
             for writer in tuple(writers):
-                world.drop_late(writer)
-        rs.ended = rs.ended or Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
+                writer.page = None
+                late.confirm(writer, world)
         rs.owned.clear()
         rs.shared.clear()
         world.note_over(request)

@@ -52,15 +52,15 @@ def _take_source(world: World, rs: RequestStream, record: TransferBegin, transfe
 
 def _begun_late(world: World, receiver: RequestStream, pool: PoolState, index: int, transfer: Transfer) -> None:
     """The receiver's stream may be ahead: has the request let go of the page already?"""
-    page = pool.page(index)
+    page = None if receiver.gone else pool.page(index)
     unbound = [w for w in receiver.late.get((pool.id, index), ()) if w.transfer is None]
     if unbound:
         late.bind(unbound[-1], transfer, world)
-    elif page.owner is receiver:
+    elif page is not None and page.owner is receiver:
         return
     else:
         released = next((w for p, pages, w in reversed(receiver.released) if p == pool.id and index in pages), None)
-        if released is not None or receiver.ended is not None:
+        if released is not None or (receiver.ended is not None and not receiver.gone):
             late.suspect(receiver, pool.id, index, page, released, transfer, world)
 
 

@@ -104,8 +104,8 @@ class RequestStream:
     """One request on one stream (and epoch): the unit that owns pages, reads and writes."""
 
     __slots__ = (
-        "degraded", "ended", "label", "late", "over_capacity", "owned", "permitted", "reads", "released", "request",
-        "responses", "shared", "stream", "tenant", "valid",
+        "degraded", "ended", "gone", "label", "late", "over_capacity", "owned", "permitted", "reads", "released",
+        "request", "responses", "shared", "stream", "tenant", "valid",
     )  # fmt: skip
 
     def __init__(self, request: Request, stream: str, tenant: str) -> None:
@@ -113,6 +113,8 @@ class RequestStream:
         self.stream = stream
         self.tenant = tenant
         self.ended: Where | None = None
+        self.gone = False
+        """The stream has restarted since: the pages that it had are no more."""
         self.label: Taint = Taint({tenant: (request.id,)})
         """What its next write is made of: its lineage on this stream, its own tenant included."""
         self.valid: dict[str, Valid] = {}

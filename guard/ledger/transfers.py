@@ -9,6 +9,7 @@ from guard.ledger.taint import Taint
 from guard.records import TransferBegin, TransferStatus
 
 if TYPE_CHECKING:
+    from guard.ledger.pages import Page
     from guard.ledger.streams import Clock
 
 
@@ -75,22 +76,16 @@ class Late:
     """
 
     __slots__ = (
-        "bound",
-        "confirmed",
-        "index",
-        "pool",
-        "released",
-        "rs",
-        "taint",
-        "transfer",
-        "victims",
-        "written",
-    )
+        "confirmed", "index", "page", "pool", "released", "rs", "taint", "transfer", "unvouched", "victims", "written",
+    )  # fmt: skip
 
-    def __init__(self, rs: RequestStream, pool: str, index: int, released: Where | None) -> None:
+    def __init__(self, rs: RequestStream, pool: str, index: int, page: Page | None, released: Where | None) -> None:
         self.rs = rs
         self.pool = pool
         self.index = index
+        self.page = page
+        """None when the pool has restarted since: nobody can get that page any more."""
+        self.unvouched = page is not None and page.unvouched
         self.released = released
         """The record that gave the page up; None when the request never had the page."""
         self.transfer: Transfer | None = None

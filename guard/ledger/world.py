@@ -166,9 +166,8 @@ class World:
             lates.remove(late)
             if not lates:
                 del late.rs.late[late.pool, late.index]
-        page = self.pool(late.pool).pages.get(late.index)
-        if page is not None and late in page.late:
-            page.late.remove(late)
+        if late.page is not None and late in late.page.late:
+            late.page.late.remove(late)
         if late.transfer is not None and late in late.transfer.late:
             late.transfer.late.remove(late)
         if not late.written:

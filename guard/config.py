@@ -1,0 +1,261 @@
+"""The guard's configuration: one YAML file, the environment over it, ``--set`` over both.
+
+Every field has a default. ``KVGUARD_LISTEN__OTLP_GRPC=unix:/run/kvguard/otlp.sock`` sets ``listen.otlp_grpc``: the
+prefix, then the field in capitals, two underscores for a dot. Variables whose first part is no field are others'
+business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+
+from guard.ledger import LedgerSettings
+from guard.policy import Policy
+from guard.receive.address import Address
+
+PREFIX = "KVGUARD_"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the field, where it was set and the remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _secret(value: SecretStr | None, file: str | None, name: str) -> str | None:
+    if value is not None:
+        return value.get_secret_value()
+    if file is None:
+        return None
+    try:
+        text = Path(file).read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{name}_file {file}: {getattr(error, 'strerror', None) or error}") from error
+    if not text:
+        raise ConfigError(f"{name}_file {file}: is empty")
+    return text
+
+
+class Listen(_Section):
+    """Where the guard listens, and to whom."""
+
+    otlp_grpc: str = "127.0.0.1:4317"
+    """Records: ``unix:PATH`` or ``HOST:PORT``."""
+    http: str = "127.0.0.1:9464"
+    """``/livez``, ``/readyz`` and ``/metrics``: ``HOST:PORT``."""
+    token: SecretStr | None = Field(default=None, min_length=1)
+    """What senders of records must show (``authorization: Bearer TOKEN``)."""
+    token_file: str | None = None
+    metrics_token: SecretStr | None = Field(default=None, min_length=1)
+    """What readers of ``/metrics`` must show."""
+    metrics_token_file: str | None = None
+    insecure_bind: bool = False
+    """Allow addresses that other machines can reach, in plain text."""
+    max_message_mib: int = Field(default=16, ge=1, le=64)
+    queue_records: int = Field(default=262_144, ge=1)
+    """Records that may wait for the ledger; senders are told to come back when it is full."""
+
+    @model_validator(mode="after")
+    def _addresses(self) -> Listen:
+        for name in ("otlp_grpc", "http"):
+            try:
+                address = Address.parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if not address.local and not self.insecure_bind:
+                raise ValueError(
+                    f"{name}: other machines can reach {address}; listen on loopback or a Unix socket, "
+                    "or set listen.insecure_bind: true"
+                )
+        if Address.parse(self.http).path:
+            raise ValueError(f"http: {self.http} is a Unix socket; probes and Prometheus need HOST:PORT")
+        return self
+
+    def token_text(self) -> str | None:
+        """The senders' token, read from its file if it is in one.
+
+        Raises:
+            ConfigError: The file cannot be read or is empty.
+        """
+        return _secret(self.token, self.token_file, "listen.token")
+
+    def metrics_token_text(self) -> str | None:
+        """The metrics readers' token, likewise."""
+        return _secret(self.metrics_token, self.metrics_token_file, "listen.metrics_token")
+
+
+class Board(_Section):
+    """The verdict board."""
+
+    path: str = "/dev/shm/kvguard/board"
+    requests: int = Field(default=65_536, ge=8, le=1 << 24)
+    """Requests that can have a verdict at once; a power of two."""
+    streams: int = Field(default=1024, ge=8, le=1 << 20)
+    """Streams that can have a watermark; a power of two."""
+
+    @field_validator("requests", "streams")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} is not a power of two")
+        return value
+
+
+class Incidents(_Section):
+    """What the guard remembers."""
+
+    path: str = "/var/lib/kvguard/incidents.db"
+    keep: int = Field(default=100_000, ge=1)
+    """Incidents kept; the oldest go."""
+
+
+class Engine(_Section):
+    """The engine that is asked to abort what was killed."""
+
+    abort_url: str | None = Field(default=None, pattern=r"^https?://")
+    """``POST {"rid": request, "incident": id}`` goes here. None: the board alone stops requests."""
+    admin_key: SecretStr | None = Field(default=None, min_length=1)
+    admin_key_file: str | None = None
+    retry_s: float = Field(default=5.0, ge=0, le=60)
+    """How long a failed call is tried again."""
+
+    def key_text(self) -> str | None:
+        """The key, read from its file if it is in one.
+
+        Raises:
+            ConfigError: The file cannot be read or is empty.
+        """
+        return _secret(self.admin_key, self.admin_key_file, "engine.admin_key")
+
+
+class Config(_Section):
+    """All of it."""
+
+    mode: Literal["monitor", "enforce"] = "monitor"
+    """``monitor`` judges and reports and kills nothing."""
+    listen: Listen = Listen()
+    board: Board = Board()
+    incidents: Incidents = Incidents()
+    engine: Engine = Engine()
+    ledger: LedgerSettings = LedgerSettings()
+    policy: Policy = Policy()
+
+    @field_validator("ledger")
+    @classmethod
+    def _window(cls, value: LedgerSettings) -> LedgerSettings:
+        if value.reorder_window_ms is None:
+            raise ValueError("reorder_window_ms: only a replay can wait for the end of the input")
+        return value
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    settings: Iterable[str] = (),
+) -> Config:
+    """Reads the configuration.
+
+    Args:
+        path: The YAML file; None takes the defaults.
+        environ: Where ``KVGUARD_*`` is looked for; the process's environment by default.
+        settings: ``field.field=value``, strongest.
+
+    Raises:
+        ConfigError: Names the field, and the line, variable or option that set it.
+    """
+    name = os.fspath(path) if path is not None else "configuration"
+    values, lines = _read(name) if path is not None else ({}, {})
+    origins: dict[tuple[str, ...], str] = {loc: f"{name}:{line}" for loc, line in lines.items()}
+    for variable, text in sorted((os.environ if environ is None else environ).items()):
+        loc = tuple(variable.removeprefix(PREFIX).lower().split("__"))
+        if variable.startswith(PREFIX) and loc[0] in Config.model_fields:
+            _set(values, loc, text, variable)
+            origins[loc] = variable
+    for setting in settings:
+        field, equals, text = setting.partition("=")
+        if not equals or not field:
+            raise ConfigError(f"--set {setting}: is not field.field=value")
+        loc = tuple(field.strip().split("."))
+        _set(values, loc, text, f"--set {field}")
+        origins[loc] = f"--set {field}"
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, name, origins) for e in error.errors(include_url=False))) from None
+
+
+def _explain(error: Any, name: str, origins: Mapping[tuple[str, ...], str]) -> str:
+    loc = tuple(str(part) for part in error["loc"] if part != "[key]")
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = "there is no such field"
+    # A section's own check names its field in front of the message.
+    field, colon, rest = message.partition(": ")
+    if colon and field.isidentifier():
+        loc, message = (*loc, field), rest
+    where = next((origins[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in origins), name)
+    return f"{where}: {'.'.join(loc) or 'configuration'}: {message}"
+
+
+def _set(values: dict[str, Any], loc: tuple[str, ...], text: str, origin: str) -> None:
+    for part in loc[:-1]:
+        inner = values.get(part)
+        if inner is None:
+            inner = values[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{origin}: {part} is not a section")
+        values = inner
+    # Scalars stay text, for pydantic to read as the field wants: a token may look like a number.
+    if text.strip() in ("null", "~"):
+        values[loc[-1]] = None
+    elif text.lstrip().startswith(("{", "[")):
+        try:
+            values[loc[-1]] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{origin}: is not YAML: {getattr(error, 'problem', error)}") from None
+    else:
+        values[loc[-1]] = text
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{line}: is not YAML: {getattr(error, 'problem', error)}") from None
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    if values is None:
+        return {}, {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}:1: is not a mapping of fields")
+    lines: dict[tuple[str, ...], int] = {}
+    _lines(path, root, (), lines)
+    return values, lines
+
+
+def _lines(path: str, node: yaml.Node | None, loc: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+    if not isinstance(node, yaml.MappingNode) or len(loc) > 8:
+        return
+    for key, value in node.value:
+        here = (*loc, str(key.value))
+        line = key.start_mark.line + 1
+        if here in lines:
+            raise ConfigError(f"{path}:{line}: {'.'.join(here)} is given twice, first on line {lines[here]}")
+        lines[here] = line
+        _lines(path, value, here, lines)
