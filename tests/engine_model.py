@@ -442,6 +442,11 @@ class Model:
         step()
         length += 1
         yield
+        if self.pick(12) == 0:
+            # The worker refuses to go on; what prefill read before the hand-off was read in good faith.
+            self.end(w, r, Outcome.FAILED)
+            self.give(w, r, pages)
+            return
         if r.cancelled:
             self.end(w, r, Outcome.ABORTED)
             self.give(w, r, pages)

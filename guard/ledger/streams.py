@@ -49,6 +49,8 @@ class Stream:
     successor_deadline_ns: int | None = None
     recent: OrderedDict[int, Record] = field(default_factory=OrderedDict)
     given_up: deque[Gap] = field(default_factory=lambda: deque(maxlen=64))
+    past: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    """Epochs that are over."""
     duplicates: int = 0
     late: int = 0
     """Records that came after their place was given up, or of an epoch that is over."""
@@ -70,13 +72,13 @@ class Stream:
         """
         if self.epoch < 0:
             self.epoch = record.epoch
-        if record.epoch > self.epoch:
+        if record.epoch in self.past:
+            self.late += 1
+            return True
+        if record.epoch != self.epoch:
             self.successors.setdefault(record.epoch, {})[record.seq] = record
             if self.successor_deadline_ns is None:
                 self.successor_deadline_ns = deadline_ns
-            return True
-        if record.epoch < self.epoch:
-            self.late += 1
             return True
         if record.seq < self.next_seq:
             if any(gap.first <= record.seq <= gap.last for gap in self.given_up):
@@ -105,7 +107,10 @@ class Stream:
 
     def start_successor(self, deadline_ns: int) -> None:
         """Goes on to the next epoch that is held. What was ready of the old one must be done first."""
-        self.epoch = min(self.successors)
+        # Epochs rise, unless the emitter's clock was set back: then only the order of arrival is left.
+        self.past.append(self.epoch)
+        rising = [epoch for epoch in self.successors if epoch > self.epoch]
+        self.epoch = min(rising) if rising else next(iter(self.successors))
         held = self.successors.pop(self.epoch)
         self.next_seq, self.processed, self.clock = 0, -1, {}
         self.held, self.deadline_ns = {}, None

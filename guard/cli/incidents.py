@@ -1,0 +1,110 @@
+"""`guardctl incidents`: what the guard remembers."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import click
+
+from guard.cli._terminal import console, fail, styled, table, time_text
+from guard.config import ConfigError, load
+from guard.incidents.store import Incident, Store, StoreError
+
+_OUTPUT = click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+
+
+@click.group("incidents")
+@click.option("--db", metavar="FILE", help="The incident store; without it the configuration's incidents.path.")
+@click.option("--config", type=click.Path(dir_okay=False), help="The guard's configuration file.")
+@click.pass_context
+def command(ctx: click.Context, db: str | None, config: str | None) -> None:
+    """Look at incidents: what was found, about whom, what was done, and whether anything got out."""
+    ctx.obj = (db, config)
+
+
+def _store(ctx: click.Context) -> Store:
+    db, config = ctx.obj
+    try:
+        path = db or load(config or os.environ.get("KVGUARD_CONFIG")).incidents.path
+        return Store.open(path, read_only=True)
+    except (ConfigError, StoreError) as error:
+        fail(str(error))
+
+
+@command.command("list")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Newest so many.")
+@click.option("--kind", help="Only those with a finding of this kind.")
+@click.option("--tenant", help="Only those about this tenant's requests.")
+@_OUTPUT
+@click.pass_context
+def list_(ctx: click.Context, limit: int, kind: str | None, tenant: str | None, output: str) -> None:
+    """List incidents, newest first."""
+    incidents = _store(ctx).list(limit, kind=kind, tenant=tenant)
+    if output == "json":
+        for incident in incidents:
+            body = incident.as_json()
+            body.pop("records")
+            click.echo(json.dumps(body))
+    else:
+        rows = table("INCIDENT", "OPENED (UTC)", "SEVERITY", "KIND", "ACTION", "TENANT", "REQUEST", "DISCLOSED")
+        for i in incidents:
+            rows.add_row(
+                i.id, time_text(i.opened_ns), styled(i.severity), i.kind, i.action, i.tenant or "-", i.request or "-",
+                "[bold red]yes[/]" if i.disclosed else "no",
+            )  # fmt: skip
+        console().print(rows if incidents else "no incidents")
+
+
+@command.command("show")
+@click.argument("incident_id", metavar="ID")
+@_OUTPUT
+@click.pass_context
+def show(ctx: click.Context, incident_id: str, output: str) -> None:
+    """Show one incident: findings, timings, and the records that led to it."""
+    store = _store(ctx)
+    incident = store.get(incident_id)
+    if incident is None:
+        fail(f"{store.path} has no incident {incident_id}; `guardctl incidents list` names those it has")
+    if output == "json":
+        click.echo(json.dumps(incident.as_json(), indent=1))
+    else:
+        _print(incident)
+
+
+def _ms(later: int | None, earlier: int | None) -> str:
+    return "-" if later is None or earlier is None else f"{(later - earlier) / 1e6:.1f} ms"
+
+
+def _print(i: Incident) -> None:
+    out = console()
+    facts = table("", "")
+    facts.show_header = False
+    for name, value in (
+        ("incident", i.id), ("opened (UTC)", time_text(i.opened_ns)), ("severity", styled(i.severity)),
+        ("action", f"{i.action} (mode {i.mode})"), ("request", i.request or "-"), ("tenant", i.tenant or "-"),
+        ("disclosed", "[bold red]yes: output left for the client[/]" if i.disclosed else "no"),
+        ("record to guard", _ms(i.received_ns, i.record_ns)), ("record to verdict", _ms(i.verdict_ns, i.record_ns)),
+        ("record to abort", f"{_ms(i.abort_ns, i.record_ns)} {i.abort_result or ''}"),
+    ):  # fmt: skip
+        facts.add_row(name, value)
+    out.print(facts)
+    found = table("KIND", "SEVERITY", "ACTION", "POOL", "PAGES", "OTHER TENANTS", "OTHER REQUESTS", "RECORD", "WHY")
+    for f in i.findings:
+        found.add_row(
+            f["kind"], styled(f["severity"]), f["action"], f["pool"] or "-", f["pages"] or "-",
+            ",".join(f["other_tenants"]) or "-", ",".join(f["other_requests"]) or "-", f"{f['stream']}#{f['seq']}",
+            f.get("reason", "") + (" (degraded)" if f["confidence"] == "degraded" else ""),
+        )  # fmt: skip
+    out.print(found)
+    records = table("TIME (UTC)", "STREAM", "SEQ", "RECORD", "REQUEST", "TENANT", "FIELDS")
+    for r in i.records:
+        a = dict(r["attributes"])
+        stream, seq = a.pop("kv.stream.id"), a.pop("kv.seq")
+        request, tenant = a.pop("kv.request.id", "-"), a.pop("kv.tenant.id", "-")
+        a.pop("kv.stream.epoch", None)
+        a.pop("kv.digests", None)
+        name = f"[bold red]{r['name']} <[/]" if r["offending"] else r["name"]
+        fields = " ".join(f"{key.removeprefix('kv.')}={value}" for key, value in a.items())
+        records.add_row(time_text(r["time_ns"])[11:], stream, str(seq), name, request, tenant, fields)
+    out.print(records)

@@ -1,0 +1,188 @@
+"""`guardctl replay`: recorded traces through the same ledger as the live guard."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import click
+
+from guard.cli._terminal import console, fail, styled, table
+from guard.config import ConfigError, load
+from guard.findings import Finding
+from guard.ledger import Ledger, LedgerSettings, Request
+from guard.policy import Policy
+from guard.receive.otlp import Batch, OtlpError, parse_json_line, parse_protobuf, read_delimited
+from guard.records import RecordError
+
+
+class Replay:
+    """One run of the ledger over files. Memory goes with pools and live requests, not with the trace."""
+
+    def __init__(self, policy: Policy, settings: LedgerSettings) -> None:
+        self.findings: list[Finding] = []
+        self.counts = {"read": 0, "kv": 0, "ignored": 0, "invalid": 0}
+        # Requests that are over leave the ledger's memory; what is to be printed of them waits on disk.
+        self._retired: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.ledger = Ledger(policy, settings, self._found, self._retire)
+
+    def _found(self, finding: Finding, new: bool) -> None:
+        if new:
+            self.findings.append(finding)
+
+    def _retire(self, request: Request) -> None:
+        self._retired.write(json.dumps([request.id, _summary(request)]) + "\n")
+
+    def feed(self, batch: Batch, where: str, strict: bool) -> None:
+        """Takes one message's records; names each invalid one on standard error.
+
+        Raises:
+            OtlpError: `strict`, and a record is invalid.
+        """
+        for item in batch.items:
+            if isinstance(item, RecordError):
+                if strict:
+                    raise OtlpError(str(item))
+                click.echo(f"guardctl: {where}: {item}", err=True)
+                if item.header is not None:
+                    self.ledger.feed_invalid(item.header)
+            else:
+                self.ledger.feed(item)
+        self.counts["read"] += batch.read
+        self.counts["kv"] += batch.kv
+        self.counts["ignored"] += batch.ignored
+        self.counts["invalid"] += batch.invalid
+
+    def broken(self) -> None:
+        """Counts a line that held no message."""
+        self.counts["read"] += 1
+        self.counts["invalid"] += 1
+
+    def finish(self) -> None:
+        """The input is over."""
+        self.ledger.finish()
+        self.findings.sort(key=lambda f: (f.time_ns, f.stream, f.epoch, f.seq, f.kind, f.request or "", f.pool or ""))
+
+    def requests(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each request's id and summary."""
+        self._retired.seek(0)
+        for line in self._retired:
+            request, summary = json.loads(line)
+            if request not in self.ledger.requests:
+                yield request, summary
+        for request in self.ledger.requests.values():
+            yield request.id, _summary(request)
+
+
+def _summary(request: Request) -> dict[str, Any]:
+    return {
+        "tenant": request.tenant,
+        "verdict": request.verdict,
+        "lineage": sorted(request.lineage),
+        "disclosed": request.disclosed,
+    }
+
+
+@click.command("replay")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option("--strict", is_flag=True, help="Stop at the first line or record that is not valid (exit 2).")
+@click.option(
+    "--config", type=click.Path(dir_okay=False), help="The guard's configuration: policy and ledger settings."
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="A.B=C", help="Override one field, e.g. policy.digests=require."
+)
+def command(files: tuple[str, ...], output: str, strict: bool, config: str | None, overrides: tuple[str, ...]) -> None:
+    """Judge recorded traces: OTLP/JSON lines, or length-delimited protobuf (.pb).
+
+    FILE may be - for standard input (OTLP/JSON lines). All files are one input: the streams in them may be
+    spread over files and arrive in any order. Exit status: 0 nothing found, 1 findings, 2 the input could not
+    be read.
+    """
+    try:
+        settings = load(config, settings=overrides)
+    except ConfigError as error:
+        fail(str(error))
+    ledger = settings.ledger.model_copy(update={"reorder_window_ms": None})
+    replay = Replay(settings.policy, ledger)
+    for name in files:
+        _read(replay, name, strict)
+    replay.finish()
+    if output == "json":
+        _print_json(replay)
+    else:
+        _print_table(replay)
+    sys.exit(1 if replay.findings else 0)
+
+
+def _read(replay: Replay, name: str, strict: bool) -> None:
+    where = name
+    try:
+        with _open(name) as file:
+            if name.endswith(".pb"):
+                for number, message in enumerate(read_delimited(file), 1):
+                    where = f"{name}, message {number}"
+                    replay.feed(parse_protobuf(message), where, strict)
+                return
+            for number, line in enumerate(file, 1):
+                where = f"{name}, line {number}"
+                if not line.strip():
+                    continue
+                try:
+                    batch = parse_json_line(line)
+                except OtlpError as error:
+                    if strict:
+                        raise
+                    replay.broken()
+                    click.echo(f"guardctl: {where}: {error}", err=True)
+                    continue
+                replay.feed(batch, where, strict)
+    except OSError as error:
+        fail(f"{name}: {error.strerror}")
+    except OtlpError as error:
+        fail(f"{where}: {error}")
+
+
+def _open(name: str) -> BinaryIO:
+    return click.get_binary_stream("stdin") if name == "-" else Path(name).open("rb")
+
+
+def _print_json(replay: Replay) -> None:
+    out = sys.stdout
+    out.write('{"findings":' + json.dumps([f.as_json() for f in replay.findings]) + ',\n "requests":{')
+    for number, (request, summary) in enumerate(replay.requests()):
+        out.write(("," if number else "") + f"{json.dumps(request)}:{json.dumps(summary)}")
+    out.write('},\n "records":' + json.dumps(replay.counts) + "}\n")
+
+
+def _print_table(replay: Replay) -> None:
+    out = console()
+    if replay.findings:
+        found = table(
+            "SEVERITY", "KIND", "ACTION", "REQUEST", "TENANT", "OTHER TENANTS", "POOL", "PAGES", "RECORD", "WHY"
+        )
+        for f in replay.findings:
+            pages = str(f.pages)
+            found.add_row(
+                styled(f.severity), f.kind, styled(f.action), f.request or "-", f.tenant or "-",
+                ",".join(sorted(f.other_tenants)) or "-", f.pool or "-",
+                (pages if len(pages) <= 24 else f"{len(f.pages)} pages") or "-", f"{f.stream}#{f.seq}",
+                f.reason + (" (degraded)" if f.confidence == "degraded" else ""),
+            )  # fmt: skip
+        out.print(found)
+    killed = disclosed = total = 0
+    for _, summary in replay.requests():
+        total += 1
+        killed += summary["verdict"] == "kill"
+        disclosed += summary["disclosed"]
+    counts = replay.counts
+    out.print(
+        f"{len(replay.findings)} findings; {total} requests, {killed} to be killed, {disclosed} disclosed; "
+        f"{counts['kv']} records of {counts['read']} spans read, {counts['ignored']} ignored, "
+        f"{counts['invalid']} invalid"
+    )
