@@ -1,0 +1,98 @@
+"""What a record costs the engine's thread: ``python bench/emit.py``.
+
+The records go through the SDK and over a Unix socket to a gRPC receiver in this process, which shares the
+interpreter with the emitter, so the figures hold the receiver's share of it too. ``off`` is an emitter that
+is off. ``paced`` emits in bursts of 16 with a pause between them, as the steps of a decode worker do; ``flat
+out`` never pauses, and a thread that waits for the interpreter makes its tail, not its median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+
+from guard.records import PageSet, Read
+from hooks.emit import NULL, Emitter, configure, context_from_traceparent
+
+RECORDS = 20_000
+BURST = 16
+RECORD = Read(request="req-0123456789", tenant="tenant-a", pages=PageSet.parse("12-15,40,7"), tokens=77)
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Receiver(TraceServiceServicer):
+    """Counts what arrives, and how late the last span of each request is."""
+
+    def __init__(self) -> None:
+        self.spans = 0
+        self.lateness_ns: list[int] = []
+
+    def Export(self, request: ExportTraceServiceRequest, _context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+        spans = request.resource_spans[0].scope_spans[0].spans
+        self.spans += len(spans)
+        self.lateness_ns.append(time.time_ns() - spans[-1].start_time_unix_nano)
+        return ExportTraceServiceResponse()
+
+
+def measure(emitter: Emitter, pause_s: float) -> list[float]:
+    """Microseconds in `Emitter.emit`, one figure a record."""
+    context = context_from_traceparent(TRACEPARENT)
+    clock = time.perf_counter_ns
+    spent = []
+    for done in range(RECORDS):
+        start = clock()
+        emitter.emit(RECORD, context)
+        spent.append((clock() - start) / 1000)
+        if pause_s and done % BURST == BURST - 1:
+            time.sleep(pause_s)
+    return spent
+
+
+def show(name: str, spent: list[float], more: str = "") -> None:
+    p50, p99, mean = statistics.median(spent), statistics.quantiles(spent, n=100)[98], statistics.fmean(spent)
+    print(f"{name:9s} p50 {p50:6.2f}  p99 {p99:7.2f}  mean {mean:6.2f} µs/record  {more}")
+
+
+def main() -> int:
+    show("off", measure(NULL, 0.0))
+    whole = True
+    for name, pause_s in (("paced", 0.002), ("flat out", 0.0)):
+        receiver = Receiver()
+        with tempfile.TemporaryDirectory() as folder:
+            endpoint = f"unix:{Path(folder) / 'guard.sock'}"
+            server = grpc.server(ThreadPoolExecutor(2))
+            add_TraceServiceServicer_to_server(receiver, server)
+            server.add_insecure_port(endpoint)
+            server.start()
+            emitter, provider = configure("bench-0", endpoint=endpoint)
+            assert provider is not None
+            spent = measure(emitter, pause_s)
+            provider.force_flush(60_000)
+            provider.shutdown()
+            server.stop(None).wait()
+        late = statistics.median(receiver.lateness_ns) / 1000
+        show(
+            name,
+            spent,
+            f"{receiver.spans} of {RECORDS} arrived, the last of a request {late:.0f} µs late (p50)",
+        )
+        whole = whole and receiver.spans == RECORDS
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

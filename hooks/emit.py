@@ -1,0 +1,240 @@
+"""Records out of an engine: give each record its place in the stream and send it, as a span, to the guard.
+
+An engine calls `configure` once a process (after any fork) and `Emitter.emit` for every operation on pages.
+Nothing of OpenTelemetry or gRPC is imported before `configure` is given somewhere to send to, and an emitter
+that is off returns at its first line.
+
+What an engine may rely on: `emit` never raises and never waits for the guard, the network or a full queue; a
+record that cannot be kept is counted and leaves a hole in ``kv.seq``, which the guard reports as a
+``stream-gap``. What leaves is in the order of ``kv.seq``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from guard.records import Record, to_attributes
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+    from opentelemetry.trace import Span, Tracer, TracerProvider
+
+    from hooks._processor import GuardSpanProcessor
+
+__all__ = [
+    "NULL",
+    "EmitError",
+    "Emitter",
+    "GuardSpanProcessor",
+    "configure",
+    "context_from_traceparent",
+    "traceparent_of",
+]
+
+SCOPE = "kv"
+"""The instrumentation scope of every record."""
+
+_log = logging.getLogger(__name__)
+
+
+class EmitError(ValueError):
+    """Records could not reach the guard as configured; the message names the setting and the remedy."""
+
+
+class Emitter:
+    """One ordered stream of records. Thread-safe.
+
+    Several emitters may share a tracer provider, each with a stream of its own. An emitter does not survive a
+    fork: two processes that go on with the same sequence would look like lost telemetry, so in the child it
+    is off, and the child configures a stream of its own.
+
+    Attributes:
+        stream: The stream's id, unique in the fleet.
+        epoch: Changes whenever the emitter restarts.
+        failed: Records that took a place in the stream and could not be made into a span; each is a hole.
+        sender: What sends the records to the guard, for its counts; None where there is no guard.
+    """
+
+    stream: str
+    epoch: int
+    failed: int
+    sender: GuardSpanProcessor | None
+
+    def __init__(
+        self,
+        stream: str,
+        *,
+        tracer_provider: TracerProvider | None = None,
+        epoch: int | None = None,
+        drop: Callable[[Record], bool] | None = None,
+        sender: GuardSpanProcessor | None = None,
+    ) -> None:
+        """Starts a stream at ``kv.seq`` 0.
+
+        Args:
+            stream: The stream's id.
+            tracer_provider: Makes the spans; None switches the emitter off. It has to record every span named
+                like a record whatever the trace's sampling says, as the one made by `configure` does.
+            epoch: The start time in milliseconds when None.
+            drop: Loses telemetry on purpose (the fault ``lost-telemetry``): a record for which it returns
+                True takes its place in the stream and is never sent.
+            sender: The provider's processor for the guard; kept for its counts.
+        """
+        self.stream = stream
+        self.epoch = time.time_ns() // 1_000_000 if epoch is None else epoch
+        self.failed = 0
+        self.sender = sender
+        self._drop = drop
+        self._next = 0
+        # Re-entrant, because a signal handler may emit while its thread holds the lock.
+        self._lock = threading.RLock()
+        self._tracer: Tracer | None = None
+        if tracer_provider is not None:
+            self._tracer = tracer_provider.get_tracer(SCOPE)
+            method = weakref.WeakMethod(self._after_fork)
+            os.register_at_fork(after_in_child=lambda: (after := method()) and after())
+
+    @property
+    def on(self) -> bool:
+        """Whether records go anywhere: what only serves to fill a record need not be computed otherwise."""
+        return self._tracer is not None
+
+    def emit(self, record: Record, context: Context | None = None) -> int:
+        """Sends a record as a span of no duration.
+
+        Args:
+            record: Its stream, epoch and seq are filled in here, and its time where it has none.
+            context: The request's trace context; the current one when None.
+
+        Returns:
+            The record's ``kv.seq``, or -1 when the emitter is off.
+        """
+        tracer = self._tracer
+        if tracer is None:
+            return -1
+        span: Span | None = None
+        time_ns = record.time_ns or time.time_ns()
+        try:
+            if self._drop is None or not self._drop(record):
+                attributes: dict[str, Any] = to_attributes(record)
+                attributes["kv.stream.id"] = self.stream
+                attributes["kv.stream.epoch"] = self.epoch
+                span = tracer.start_span(record.NAME, context, attributes=attributes, start_time=time_ns)
+        except Exception:
+            self._fail(record)
+        # The place in the stream is taken and the span handed on in one step, so that the order of sending is
+        # the order of seq. The dear part, making the span, stays outside: a thread that loses the interpreter
+        # while it holds the lock holds up every other thread of the stream.
+        with self._lock:
+            seq = self._next
+            self._next = seq + 1
+            if span is not None:
+                try:
+                    span.set_attribute("kv.seq", seq)
+                    span.end(time_ns)
+                except Exception:
+                    self._fail(record)
+        return seq
+
+    def _fail(self, record: Record) -> None:
+        with self._lock:
+            self.failed += 1
+            first = self.failed == 1
+        if first:
+            _log.exception(
+                "stream %s: a %s could not be emitted and is a hole in it; more of them are only counted",
+                self.stream,
+                type(record).__name__,
+            )
+
+    def _after_fork(self) -> None:
+        self._tracer = None
+        self._lock = threading.RLock()
+        _log.warning("stream %s belongs to the parent process: its emitter is off in this one", self.stream)
+
+
+NULL = Emitter("off", epoch=0)
+"""An emitter that is off."""
+
+
+def configure(
+    stream: str,
+    *,
+    endpoint: str | None,
+    queue: int = 65536,
+    service_name: str = "kvguard-engine",
+    otlp_endpoint: str | None = None,
+    drop: Callable[[Record], bool] | None = None,
+) -> tuple[Emitter, SdkTracerProvider | None]:
+    """Makes a process's emitter and the tracer provider for its spans; call it once a process, after forking.
+
+    The engine makes its request spans (``gen_ai.*``) with the same provider: they go to ``otlp_endpoint`` as
+    the trace's sampling says, never to the guard. Records go to the guard whatever the sampling says, and to
+    ``otlp_endpoint`` with the trace they belong to. ``provider.shutdown()`` sends what waits; it also runs at
+    the interpreter's exit.
+
+    Args:
+        stream: The stream's id, unique in the fleet.
+        endpoint: The guard's OTLP/gRPC receiver, ``unix:PATH`` or ``HOST:PORT``.
+        queue: Records kept at most while the guard does not take them.
+        service_name: The resource's ``service.name``.
+        otlp_endpoint: A second OTLP/gRPC receiver for records and request spans, as a URL (``http://HOST:PORT``,
+            or ``https://`` for TLS; the ``OTEL_EXPORTER_OTLP_*`` variables apply) or ``unix:PATH``.
+        drop: See `Emitter`.
+
+    Returns:
+        The emitter and the provider; an emitter that is off and None when neither endpoint is given.
+
+    Raises:
+        EmitError: An argument is not usable, or the environment switches the SDK off.
+    """
+    if endpoint is None and otlp_endpoint is None:
+        return Emitter(stream), None
+    if not stream:
+        raise EmitError("the stream id is empty: give each emitter a name that is unique in the fleet")
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        raise EmitError(
+            "OTEL_SDK_DISABLED is true, so no record would reach the guard: unset it or configure no endpoint"
+        )
+    if otlp_endpoint == "":
+        raise EmitError("otlp_endpoint is empty: give a URL, or leave it out")
+    from hooks._provider import make_provider
+
+    provider, sender = make_provider(stream, endpoint, queue, service_name, otlp_endpoint)
+    return Emitter(stream, tracer_provider=provider, drop=drop, sender=sender), provider
+
+
+def context_from_traceparent(traceparent: str | None) -> Context:
+    """The trace context of a request; an empty one when the header is absent or no valid W3C traceparent."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {"traceparent": traceparent} if traceparent else {}
+    return TraceContextTextMapPropagator().extract(carrier, Context())
+
+
+def traceparent_of(span_or_context: Span | Context) -> str | None:
+    """The W3C traceparent to pass on to the next process; None where there is no valid span."""
+    from opentelemetry.trace import Span, get_current_span
+
+    span = span_or_context if isinstance(span_or_context, Span) else get_current_span(span_or_context)
+    context = span.get_span_context()
+    if not context.is_valid:
+        return None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def __getattr__(name: str) -> Any:
+    # Its base class is the SDK's, which this module must not import.
+    if name == "GuardSpanProcessor":
+        from hooks._processor import GuardSpanProcessor
+
+        return GuardSpanProcessor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
