@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
@@ -120,12 +121,21 @@ class Incidents(_Section):
 class Engine(_Section):
     """The engine that is asked to abort what was killed."""
 
-    abort_url: str | None = Field(default=None, pattern=r"^https?://")
+    abort_url: str | None = None
     """``POST {"rid": request, "incident": id}`` goes here. None: the board alone stops requests."""
     admin_key: SecretStr | None = Field(default=None, min_length=1)
     admin_key_file: str | None = None
     retry_s: float = Field(default=5.0, ge=0, le=60)
     """How long a failed call is tried again."""
+
+    @field_validator("abort_url")
+    @classmethod
+    def _http(cls, value: str | None) -> str | None:
+        if value is not None:
+            url = urlsplit(value)  # its port is checked when it is asked for
+            if url.scheme not in ("http", "https") or not url.hostname or (url.port or 1) < 1:
+                raise ValueError(f"{value!r} is not http://HOST:PORT/PATH")
+        return value
 
     def key_text(self) -> str | None:
         """The key, read from its file if it is in one.

@@ -117,9 +117,7 @@ def test_rows_are_found_through_any_order_of_setting_and_clearing(path: str) -> 
     for request in list(truth):
         writer.clear(request)
     words = reader._open[0]
-    assert all(words[layout.HEADER_WORDS + row * 8 + 3] == 0 for row in range(16)), (
-        "all rows are never-used again"
-    )
+    assert all(words[layout.HEADER_WORDS + row * 8 + 3] == 0 for row in range(16)), "all rows are never-used again"
 
 
 def test_a_restarted_guard_takes_the_path_over(path: str) -> None:
@@ -159,9 +157,7 @@ def test_another_process_reads_it(path: str) -> None:
         "import sys; from guard.act.board import BoardReader; r = BoardReader.open(sys.argv[1]);"
         "q = 'r\u00e9'; print(int(r.verdict(q)), r.incident(q), r.watermark('decode-0', 3), r.alive(None, 9))"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
-    ).stdout
+    out = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["2", "inc-1", "12", "True"]
 
 

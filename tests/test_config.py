@@ -104,7 +104,10 @@ def test_environment_over_file_and_set_over_both(write) -> None:  # type: ignore
         ("ledger: {reorder_window_ms: -1}\n", r"ledger\.reorder_window_ms: "),
         ("policy:\n  actions:\n    foreign-reed: kill\n", r"guard\.yaml:3: policy\.actions\.foreign-reed"),
         ("policy:\n  actions:\n    foreign-read: maim\n", r"guard\.yaml:3: policy\.actions\.foreign-read"),
-        ("engine: {abort_url: 'ftp://x'}\n", r"engine\.abort_url"),
+        ("engine: {abort_url: 'ftp://x'}\n", r"engine\.abort_url: 'ftp://x' is not http://HOST:PORT/PATH"),
+        ("engine: {abort_url: 'http:///abort'}\n", r"engine\.abort_url: .* is not http"),
+        ("engine: {abort_url: 'http://h:99999/abort'}\n", r"engine\.abort_url: Port out of range"),
+        ("engine: {abort_url: 'http://[h/abort'}\n", r"engine\.abort_url: Invalid IPv6 URL"),
         ("mode: monitor\nmode: enforce\n", r"guard\.yaml:2: mode is given twice, first on line 1"),
         ("mode: [\n", r"guard\.yaml:2: is not YAML"),
         ("- mode\n", r"guard\.yaml:1: is not a mapping"),
@@ -120,9 +123,9 @@ def test_a_bad_file_is_refused_by_field_and_line(write, text: str, message: str)
 def test_bad_variables_and_options_are_named() -> None:
     with pytest.raises(ConfigError, match="KVGUARD_MODE: mode: Input should be"):
         load(environ={"KVGUARD_MODE": "x"})
-    with pytest.raises(ConfigError, match="--set board.requests: board.requests: 9 is not a power"):
+    with pytest.raises(ConfigError, match=r"--set board\.requests: board\.requests: 9 is not a power"):
         load(environ={}, settings=["board.requests=9"])
-    with pytest.raises(ConfigError, match="is not field.field=value"):
+    with pytest.raises(ConfigError, match=r"is not field\.field=value"):
         load(environ={}, settings=["mode"])
     with pytest.raises(ConfigError, match="mode is not a section"):
         load(environ={"KVGUARD_MODE": "enforce"}, settings=["mode.x=1"])

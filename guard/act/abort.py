@@ -85,8 +85,10 @@ class Aborter:
         self._client = httpx.AsyncClient(timeout=_CALL_TIMEOUT_S, trust_env=False, headers=self._headers)
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
+        unfinished = asyncio.all_tasks(self._loop)
+        for task in unfinished:
             task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self._loop.run_until_complete(self._client.aclose())
         self._loop.close()
 
@@ -114,7 +116,7 @@ class Aborter:
                     return f"status {status}"
                 result = f"status {status}"
                 hopeless = status < 500 and status not in (408, 429)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except Exception as error:  # whatever the HTTP library makes of a broken peer, it is one failed call
                 result, hopeless = type(error).__name__, False
             if hopeless or time.monotonic() + pause > deadline:
                 self.failed += 1

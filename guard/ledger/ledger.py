@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from guard.findings import Finding
 from guard.ledger import access, late, lifecycle, moves, ownership
@@ -63,6 +63,9 @@ class Ledger:
         """Bare transfer id → streams that wait for its begin."""
         self._leaks: dict[str, list[tuple[int, int, RequestStream, Where]]] = {}
         self._time_ns = 0
+        self._fed = 0
+        self._restarting: dict[str, int] = {}
+        """In replay: streams with a new epoch → how many records may be fed before it begins."""
 
     @property
     def streams(self) -> Mapping[str, Stream]:
@@ -98,6 +101,7 @@ class Ledger:
     def feed(self, record: Record, now_ns: int = 0) -> None:
         """Takes one record in, and judges all that it makes ready."""
         self._world.now_ns = now_ns
+        self._fed += 1
         stream = self._streams.get(record.stream)
         if stream is None:
             stream = self._streams[record.stream] = Stream(record.stream)
@@ -105,8 +109,13 @@ class Ledger:
         if not stream.push(record, deadline):
             lifecycle.lost(self._world, stream, Gap(record.seq, stream.next_seq - 1), "the sequence ran backwards")
         self._run(stream)
-        while stream.holding > self._world.settings.max_held:
-            self._give_up(stream)
+        settings = self._world.settings
+        if stream.successors and settings.window_ns is None:
+            self._restarting.setdefault(stream.name, self._fed + settings.restart_records)
+        while self._restarting and min(self._restarting.values()) <= self._fed:
+            self._start_overdue()
+        while stream.holding > settings.max_held:
+            self._give_up_most_stuck(self._streams.values())
 
     def feed_invalid(self, header: Record, now_ns: int = 0) -> None:
         """Takes the place in its stream of a record that could not be read, so that it is not a gap."""
@@ -127,16 +136,33 @@ class Ledger:
 
     def finish(self) -> None:
         """The input is over: whatever did not come will not."""
-        while True:
-            # Holes first: what stands behind one may be the begin that another stream waits for.
-            stuck = sorted((s for s in self._streams.values() if s.holding), key=lambda s: s.name)
-            stream = next((s for s in stuck if s.waiting_for is None), stuck[0] if stuck else None)
-            if stream is None:
-                break
-            self._give_up(stream)
+        while self._give_up_most_stuck(self._streams.values()):
+            pass
         self._confirm(_FOREVER)
         for name in self._leaks:
             self._find_leaks(name, self._time_ns)
+
+    def _start_overdue(self) -> None:
+        """In replay, begins the epochs that have waited long enough for what is left of the old ones."""
+        for name in sorted(n for n, due in self._restarting.items() if due <= self._fed):
+            stream = self._streams[name]
+            while stream.successors and stream.waiting_for is None:
+                self._give_up(stream)
+            if stream.successors:
+                self._restarting[name] = self._fed + self._world.settings.restart_records
+            else:
+                del self._restarting[name]
+
+    def _give_up_most_stuck(self, streams: Iterable[Stream]) -> bool:
+        """Gives up one thing that a stream waits for; False when none waits.
+
+        Holes first: what stands behind one may be the begin that another stream waits for.
+        """
+        stuck = [s for s in streams if s.holding]
+        if not stuck:
+            return False
+        self._give_up(min(stuck, key=lambda s: (s.waiting_for is not None, -s.holding, s.name)))
+        return True
 
     def _deadline(self, now_ns: int) -> int:
         window = self._world.settings.window_ns

@@ -139,7 +139,6 @@ def restart(world: World, stream: Stream) -> None:
         rs = request.streams.get(stream.name)
         if rs is None:
             continue
-        rs.ended = rs.ended or Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
         rs.gone = True
         for writers in list(rs.late.values()):
             for writer in tuple(writers):
@@ -147,7 +146,9 @@ def restart(world: World, stream: Stream) -> None:
                 late.confirm(writer, world)
         rs.owned.clear()
         rs.shared.clear()
-        world.note_over(request)
+        if rs.ended is None:
+            rs.ended = Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
+            world.note_over(request)
     for state in world.pools.values():
         if state.stream == stream.name:
             state.clear()

@@ -58,7 +58,8 @@ class Stream:
     @property
     def holding(self) -> int:
         """Records that wait."""
-        return len(self.held) + len(self.ready) + sum(map(len, self.successors.values()))
+        later = sum(map(len, self.successors.values())) if self.successors else 0
+        return len(self.held) + len(self.ready) + later
 
     def push(self, record: Record, deadline_ns: int) -> bool:
         """Takes a record in.

@@ -28,6 +28,8 @@ class LedgerSettings(BaseModel):
     """How long after its end a request may still own pages."""
     max_held: int = Field(default=16_384, ge=1)
     """Records that one stream may hold back; then what they wait for is given up at once."""
+    restart_records: int = Field(default=256, ge=1)
+    """In replay: records (of any stream) after which no more of an epoch that has a successor are expected."""
     max_ended: int = Field(default=16_384, ge=1)
     """Requests that are over and still remembered, for records that come late."""
     max_pool_pages: int = Field(default=4_194_304, ge=1)
