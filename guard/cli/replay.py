@@ -149,7 +149,7 @@ def _read(replay: Replay, name: str, strict: bool) -> None:
 
 
 def _open(name: str) -> BinaryIO:
-    return click.get_binary_stream("stdin") if name == "-" else Path(name).open("rb")
+    return sys.stdin.buffer if name == "-" else Path(name).open("rb")
 
 
 def _print_json(replay: Replay) -> None:
