@@ -101,13 +101,11 @@ class Handoff(Message, frozen=True, kw_only=True):
     transfer: str
     status: TransferStatus
     pages: list[int]
-    """Destination pages that were written, in order."""
+    """Destination pages that were written, in order; unless `status` is ok: those that may have been."""
     tokens: int
     """Prompt tokens whose KV was sent."""
     digests: list[str] | None = None
     first_token: int | None = None
-    begun: bool = True
-    """False when prefill ended before any transfer began (rejected, aborted): nothing was sent."""
     code: str = ""
     reason: str = ""
 
@@ -117,6 +115,8 @@ class StopTransfer(Message, frozen=True, kw_only=True):
 
     request: str
     epoch: int
+    decode: str
+    decode_epoch: int
     transfer: str
 
 
@@ -127,7 +127,8 @@ class TransferStopped(Message, frozen=True, kw_only=True):
     epoch: int
     transfer: str
     status: TransferStatus
-    begun: bool
+    pages: list[int]
+    """Destination pages that transfers had begun to write; none: nothing was begun."""
 
 
 class Tokens(Message, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 import shutil
 import tempfile
 import threading
@@ -25,13 +27,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from engine.api.app import Front
 from engine.api.protocol import Protocol
 from engine.config import EngineConfig, GuardConfig, PoolConfig
-from engine.messages import Failed, Hello, Message, Tokens, WorkerDown, decode, encode, inbox
+from engine.messages import Abort, Failed, Generate, Hello, Message, Prefill, Tokens, WorkerDown, decode, encode, inbox
 from engine.metrics import Metrics
 from engine.model.tokenizer import ByteTokenizer
 from engine.model.weights import tiny_config
 from engine.router import Router
 from engine.verdicts import Verdicts
-from guard.records import KINDS, Record, Role, from_attributes
+from guard.records import KINDS, Admit, Outcome, Record, RequestEnd, Respond, Role, from_attributes
 from hooks.emit import Emitter
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
@@ -204,6 +206,98 @@ def fake_fleet(*, workers: bool = True, **fields: Any) -> Iterator[FakeFleet]:
             fleet.stop()
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def answer(fleet: FakeFleet, text: str = "hello", finish: str = "stop") -> tuple[Generate, Prefill]:
+    """Plays both workers for one request that was sent."""
+    generate, prefill = fleet.hear("decode-0", Generate), fleet.hear("prefill-0", Prefill)
+    for letter in text[:-1]:
+        fleet.say_text(generate.request, letter)
+    fleet.say_text(generate.request, text[-1:], finish)
+    return generate, prefill
+
+
+def error_of(response: Any, status: int, code: str) -> dict[str, Any]:
+    """The error object of a response that has to be that error."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == code
+    assert {"message", "type", "param"} <= error.keys()
+    return error
+
+
+def eventually(condition: Any) -> None:
+    """Waits for what the server's thread does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def dispatched(fleet: FakeFleet) -> str:
+    """The id of the request that both workers got."""
+    request = fleet.hear("decode-0", Generate).request
+    assert fleet.hear("prefill-0", Prefill).request == request
+    return request
+
+
+def both_hear_abort(fleet: FakeFleet, request: str, incident: str | None = None) -> None:
+    """Decode first, then prefill; the order between them is the router's."""
+    for worker in ("decode-0", "prefill-0"):
+        abort = fleet.hear(worker, Abort)
+        assert (abort.request, abort.epoch) == (request, fleet.epochs[worker])
+        assert (abort.outcome, abort.incident) == (Outcome.ABORTED, incident)
+
+
+def outcomes(fleet: FakeFleet, request: str) -> list[Any]:
+    """The request's records, shortened; waits for the last one."""
+    eventually(lambda: any(isinstance(record, RequestEnd) for record in fleet.records(request)))
+    return [
+        record.outcome if isinstance(record, RequestEnd) else record.status if isinstance(record, Respond) else "admit"
+        for record in fleet.records(request)
+        if isinstance(record, Admit | Respond | RequestEnd)
+    ]
+
+
+class Stream:
+    """A streaming client of which every line is read by hand."""
+
+    def __init__(self, fleet: FakeFleet, **body: Any) -> None:
+        self._client = httpx.Client(timeout=PATIENCE_S)
+        body = {"model": "tiny", "prompt": "x", "stream": True, **body}
+        request = self._client.build_request(
+            "POST", fleet.url + "/v1/completions", json=body, headers={"authorization": f"Bearer {ALICE}"}
+        )
+        self._future = fleet._pool.submit(self._client.send, request, stream=True)
+
+    @property
+    def response(self) -> httpx.Response:
+        """Waits for the status."""
+        return self._future.result(PATIENCE_S)
+
+    @functools.cached_property
+    def lines(self) -> Iterator[str]:
+        return self.response.iter_lines()
+
+    @property
+    def has_status(self) -> bool:
+        return self._future.done()
+
+    def text(self, letters: int) -> str:
+        """Reads until so much text came."""
+        text = ""
+        while len(text) < letters:
+            line = next(self.lines)
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    def rest(self) -> str:
+        return "\n".join(self.lines)
+
+    def leave(self) -> None:
+        self.response.close()
+        self._client.close()
 
 
 def guarded(board: Path) -> GuardConfig:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
 import pytest
-from fake_fleet import ADMIN, ALICE, BOB, PATIENCE_S, FakeFleet, fake_fleet, guarded
+from fake_fleet import (
+    ADMIN,
+    ALICE,
+    BOB,
+    PATIENCE_S,
+    FakeFleet,
+    Stream,
+    both_hear_abort,
+    dispatched,
+    eventually,
+    fake_fleet,
+    guarded,
+    outcomes,
+)
 
 from engine.messages import Abort, Generate, Hello, Prefill, Tokens
 from guard.act.board import BoardWriter, Verdict
-from guard.records import Admit, Outcome, RequestEnd, Respond
+from guard.records import Outcome
 
 COMPLETIONS = "/v1/completions"
 
@@ -34,74 +44,6 @@ def fleet(shared: FakeFleet) -> Iterator[FakeFleet]:
     eventually(lambda: shared.router.in_flight == 0)
     for worker in ("prefill-0", "decode-0"):
         assert shared.silent(worker)
-
-
-def eventually(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def dispatched(fleet: FakeFleet) -> str:
-    request = fleet.hear("decode-0", Generate).request
-    assert fleet.hear("prefill-0", Prefill).request == request
-    return request
-
-
-def both_hear_abort(fleet: FakeFleet, request: str, incident: str | None = None) -> None:
-    for worker in ("decode-0", "prefill-0"):
-        abort = fleet.hear(worker, Abort)
-        assert (abort.request, abort.epoch) == (request, fleet.epochs[worker])
-        assert (abort.outcome, abort.incident) == (Outcome.ABORTED, incident)
-
-
-def outcomes(fleet: FakeFleet, request: str) -> list[Any]:
-    """The request's records, shortened; waits for the last one."""
-    eventually(lambda: any(isinstance(record, RequestEnd) for record in fleet.records(request)))
-    return [
-        record.outcome if isinstance(record, RequestEnd) else record.status if isinstance(record, Respond) else "admit"
-        for record in fleet.records(request)
-        if isinstance(record, Admit | Respond | RequestEnd)
-    ]
-
-
-class Stream:
-    """A streaming client of which every line is read by hand."""
-
-    def __init__(self, fleet: FakeFleet, **body: Any) -> None:
-        self._client = httpx.Client(timeout=PATIENCE_S)
-        body = {"model": "tiny", "prompt": "x", "stream": True, **body}
-        request = self._client.build_request(
-            "POST", fleet.url + COMPLETIONS, json=body, headers={"authorization": f"Bearer {ALICE}"}
-        )
-        self._future = fleet._pool.submit(self._client.send, request, stream=True)
-
-    @property
-    def response(self) -> httpx.Response:
-        """Waits for the status."""
-        return self._future.result(PATIENCE_S)
-
-    @property
-    def has_status(self) -> bool:
-        return self._future.done()
-
-    def text(self, letters: int) -> str:
-        """Reads until so much text came."""
-        self._lines = self._lines if hasattr(self, "_lines") else self.response.iter_lines()
-        text = ""
-        while len(text) < letters:
-            line = next(self._lines)
-            if line.startswith("data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
-        return text
-
-    def rest(self) -> str:
-        return "\n".join(self._lines)
-
-    def leave(self) -> None:
-        self.response.close()
-        self._client.close()
 
 
 # Killed

@@ -1,0 +1,142 @@
+"""The memory of a page pool: one shared mapping of KV pages and owner tags.
+
+Layout, without gaps: the pages, each `page_bytes` long and a multiple of 8, then one tag a page of three
+unsigned 64-bit words: tenant, request, generation. A page whose tag is all zeros belongs to nobody.
+
+The worker that owns the pool creates the file and removes it; a sender on the same machine maps it to write
+pages that the owner granted it. Whether a page may be written or read is not decided here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+from hashlib import blake2b
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+TAG_WORDS = 3
+_TAG_BYTES = 8 * TAG_WORDS
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class SegmentError(RuntimeError):
+    """A pool's memory cannot be made or mapped; the message names the path and what is wrong."""
+
+
+class Segment:
+    """One mapped pool.
+
+    Attributes:
+        path: The file behind it.
+        pages: Number of pages.
+        page_bytes: Bytes a page.
+        data: [pages, page_bytes] uint8, the pages' bytes.
+        tags: [pages, 3] int64, the owner tags (the bits of unsigned words).
+    """
+
+    def __init__(self, path: Path, memory: mmap.mmap, pages: int, page_bytes: int) -> None:
+        self.path = path
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self._memory = memory
+        size = pages * page_bytes
+        self.data = torch.frombuffer(memory, dtype=torch.uint8, count=size).view(pages, page_bytes)
+        tags = torch.frombuffer(memory, dtype=torch.int64, offset=size, count=pages * TAG_WORDS)
+        self.tags = tags.view(pages, TAG_WORDS)
+
+    @classmethod
+    def create(cls, path: Path, pages: int, page_bytes: int) -> Self:
+        """Makes the file (mode 0600, all zeros) and maps it.
+
+        Raises:
+            SegmentError: The sizes make no pool, or the memory is not to be had.
+        """
+        if pages < 1 or page_bytes < 8 or page_bytes % 8:
+            raise SegmentError(f"{path}: {pages} pages of {page_bytes} bytes: at least 1, of a multiple of 8 bytes")
+        size = pages * (page_bytes + _TAG_BYTES)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                # Reserved now: a full tmpfs is an error here, not a SIGBUS in the middle of a forward pass.
+                os.posix_fallocate(descriptor, 0, size)
+                memory = mmap.mmap(descriptor, size)
+            except OSError:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise SegmentError(
+                f"{path}: {size} bytes for {pages} pages: {error.strerror}; free memory or set fewer pages"
+            ) from error
+        return cls(path, memory, pages, page_bytes)
+
+    @classmethod
+    def open(cls, path: Path, page_bytes: int) -> Self:
+        """Maps another worker's pool; its number of pages follows from the size.
+
+        Raises:
+            SegmentError: There is none, it is another user's or open to others, or the size does not fit pages of
+                `page_bytes`: then the two workers run different models, dtypes or page sizes.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise SegmentError(f"{path}: {error.strerror}; has its worker ended?") from error
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+                raise SegmentError(f"{path}: not a regular file that only this user may open")
+            pages, rest = divmod(info.st_size, page_bytes + _TAG_BYTES)
+            if not pages or rest:
+                raise SegmentError(
+                    f"{path}: {info.st_size} bytes are no pool of {page_bytes}-byte pages; "
+                    "the workers must agree on model, dtype and page_tokens"
+                )
+            memory = mmap.mmap(descriptor, info.st_size)
+        finally:
+            os.close(descriptor)
+        return cls(path, memory, pages, page_bytes)
+
+    def put(self, page: int, data: Tensor, tag: Tensor) -> None:
+        """Writes one page and then its tag; while the bytes move the page belongs to nobody.
+
+        Args:
+            page: Which.
+            data: [page_bytes] uint8.
+            tag: [3] int64.
+        """
+        self.tags[page] = 0
+        self.data[page].copy_(data)
+        self.tags[page] = tag
+
+    def unlink(self) -> None:
+        """Removes the file; mappings stay readable until they go."""
+        self.path.unlink(missing_ok=True)
+
+
+def segment_path(run_dir: Path, worker: str, epoch: int) -> Path:
+    """Where a worker's pool lives: in shared memory, under a name of this run directory and this start."""
+    return _folder(run_dir) / f"{_stem(run_dir, worker)}{epoch}"
+
+
+def remove_stale(run_dir: Path, worker: str) -> None:
+    """Removes what earlier starts of this worker in this run directory left behind when they were killed."""
+    stem = _stem(run_dir, worker)
+    for path in _folder(run_dir).iterdir():
+        if re.fullmatch(re.escape(stem) + r"\d+", path.name):
+            path.unlink(missing_ok=True)
+
+
+def _folder(run_dir: Path) -> Path:
+    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else run_dir
+
+
+def _stem(run_dir: Path, worker: str) -> str:
+    return f"kvguard-{blake2b(os.fsencode(run_dir.resolve()), digest_size=6).hexdigest()}-{worker}-"

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+from engine_fixtures import RunningEngine, running_engine
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[RunningEngine]:
+    """One engine with the tiny model for all tests that leave it as they found it."""
+    with running_engine() as started:
+        yield started
+
+
+@pytest.fixture
+def start_engine() -> Iterator[Callable[..., RunningEngine]]:
+    """Starts engines that are the test's own; arguments as for `engine_fixtures.running_engine`."""
+    with ExitStack() as stack:
+
+        def start(*options: str, **fields: Any) -> RunningEngine:
+            context: AbstractContextManager[RunningEngine] = running_engine(*options, **fields)
+            return stack.enter_context(context)
+
+        yield start
