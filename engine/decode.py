@@ -138,7 +138,8 @@ class DecodeStage:
             self._end(request, Outcome.ABORTED)
             host.fail(name, 503, "worker_failed", f"{message.prefill} died.")
         elif len(message.prompt) >= self._limit:
-            self._end(request, Outcome.REJECTED)
+            # Not `rejected`: prefill may be reading for the request until the router has told it.
+            self._end(request, Outcome.ABORTED)
             reason = (
                 f"The prompt has {len(message.prompt)} tokens; {host.name} holds {self._limit}, and at least "
                 "one is for the output. Shorten the prompt."
@@ -213,9 +214,6 @@ class DecodeStage:
         sequence = request.sequence
         sequence.computed = len(sequence.prompt)
         request.state = State.RUNNING
-        if Fault.STALE_BLOCK_TABLE in self._faults and self._old_tables:
-            old, own = self._old_tables.pop(), sequence.pages
-            request.table = old[: len(own)] + own[len(old) :]
         request.unsent = self._append(request, token, landed)
 
     def _append(self, request: Answer, token: int, bar: int) -> bool:
@@ -250,7 +248,12 @@ class DecodeStage:
             if not self._extend(self._requests[short.sequence.request], 1):
                 self._preempt(running[-1])
         for chunk in chunks:
-            chunk.table = self._requests[chunk.sequence.request].table
+            request = self._requests[chunk.sequence.request]
+            if Fault.STALE_BLOCK_TABLE in self._faults and request.unsent and self._old_tables:
+                # It takes a place in the batch, and with it the row of whoever had that place before.
+                old, pages = self._old_tables.pop(0), chunk.sequence.pages
+                request.table = old[: len(pages)] + pages[len(old) :]
+            chunk.table = request.table
         return chunks
 
     def _preempt(self, request: Answer) -> None:

@@ -71,8 +71,10 @@ class Landing:
         """
         digests = None
         if self._host.config.digests:
-            sequence = request.sequence
-            digests = self._host.digester.pages(self._pool.segment.data, sequence.tenant, request.name, handoff.pages)
+            tenant, pages = request.sequence.tenant, handoff.pages
+            # The first one, unless a fault sent other pages.
+            first = request.landing.index(pages[0]) if pages and pages[0] in request.landing else 0
+            digests = self._host.digester.pages(self._pool.segment.data, tenant, request.name, pages, first)
         problem = self._problem(request, handoff, digests)
         status = TransferStatus.FAILED if problem else TransferStatus.OK
         return self.ended(request, status, handoff.pages, handoff.tokens, digests), problem

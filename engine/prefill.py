@@ -250,7 +250,7 @@ class PrefillStage:
             request,
             TransferStatus.OK,
             pages,
-            tokens=min(len(request.sequence.prompt), len(pages) * self._pool.page_tokens),
+            tokens=sum(transfer.tokens for transfer in request.done),
             digests=digests or None,
             first_token=request.first_token,
         )

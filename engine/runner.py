@@ -81,7 +81,9 @@ class Runner:
         wrong = mismatched(self._pool.tags, tables, expected)
         if not bool(wrong.any()):
             return set()
-        return {chunk.sequence for chunk, part in zip(chunks, torch.split(wrong, counts), strict=True) if bool(part.any())}
+        return {
+            chunk.sequence for chunk, part in zip(chunks, torch.split(wrong, counts), strict=True) if bool(part.any())
+        }
 
     def _forward(self, chunks: Seq[Chunk]) -> Tensor:
         """[chunks, vocab]: scores of the token after each chunk."""

@@ -44,8 +44,9 @@ class GuardCollector(Collector):
         )
         yield _counter("kills", "Requests killed.", counters.kills)
         yield _counter("kills_withheld", "Requests that enforce mode would have killed.", counters.kills_withheld)
-        yield _counter("stream_gaps", "Holes in streams' sequences, and sequences that ran backwards.",
+        yield _counter("stream_gaps", "Holes in sequences, sequences that ran backwards, transfers that never began.",
                        counters.stream_gaps)  # fmt: skip
+        yield _counter("records_dropped", "Records of streams beyond ledger.max_streams.", counters.records_dropped)
         streams = list(runtime.streams.values())
         yield _counter("records_duplicate", "Records that came twice.", sum(s["duplicates"] for s in streams))
         yield _counter("records_late", "Records that came after they were given up.", sum(s["late"] for s in streams))

@@ -45,6 +45,9 @@ class Counters:
         self.kills_withheld = 0
         """Requests that would have been killed in enforce mode."""
         self.stream_gaps = 0
+        """Holes given up, sequences that ran backwards, and transfers that ended and never began."""
+        self.records_dropped = 0
+        """Records of streams beyond `ledger.max_streams`."""
         self.latency = Histogram(
             (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
         )

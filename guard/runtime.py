@@ -17,7 +17,7 @@ from guard.act.abort import Aborter
 from guard.act.board import BoardWriter, Verdict
 from guard.config import Config
 from guard.counters import Counters
-from guard.findings import Action, Finding, Kind
+from guard.findings import Action, Finding
 from guard.incidents.book import Book
 from guard.incidents.recent import Recent
 from guard.incidents.recorder import Aborted, Recorder
@@ -87,6 +87,8 @@ class Runtime:
         self._unjudged: dict[str, deque[tuple[int, int, int]]] = {}
         self._aborted: deque[Aborted] = deque()
         self._received_ns = 0
+        self._judging_ns = 0
+        """The time of the record that is being judged; 0 when it is time itself that passes."""
         self._started_ns = time.time_ns()
         self._clock_offset_ns = self._started_ns - time.monotonic_ns()
         self._next_advance_ns = self._next_housekeeping_ns = 0
@@ -141,6 +143,7 @@ class Runtime:
         now_ns = self._clock_ns()
         if now_ns >= self._next_advance_ns:
             self._next_advance_ns = now_ns + _ADVANCE_EVERY_NS
+            self._judging_ns = 0
             self._ledger.advance(now_ns)
             self._publish()
         self._pass_on_aborted()
@@ -156,11 +159,14 @@ class Runtime:
             return
         self.counters.records[item.NAME] += 1
         self._recent.add(item, self._received_ns)
+        self._judging_ns = item.time_ns
+        self._ledger.feed(item, now_ns)
         unjudged = self._unjudged.get(item.stream)
         if unjudged is None:
+            if item.stream not in self._ledger.streams:
+                return
             unjudged = self._unjudged[item.stream] = deque(maxlen=_LATENCY_PENDING)
         unjudged.append((item.epoch, item.seq, item.time_ns))
-        self._ledger.feed(item, now_ns)
 
     def _on_finding(self, finding: Finding, new: bool) -> None:
         """Acts at once on what kills; the rest is written up when the round is over."""
@@ -169,14 +175,14 @@ class Runtime:
                 self._kill(request, finding)
         if finding.action is Action.QUARANTINE and finding.request is not None and self._enforce:
             self.board.set_verdict(finding.request, Verdict.QUARANTINE, self._note(finding, finding.request).id)
-        if finding.kind is Kind.STREAM_GAP:
-            self.counters.stream_gaps += 1
         known = self._dirty.get(id(finding))
         self._dirty[id(finding)] = (finding, new or (known is not None and known[1]))
 
     def _kill(self, request: str, finding: Finding) -> None:
         self._killed.add(request)
         incident = self._note(finding, request)
+        # What a finding names may have been innocent until a later record came: it is that one which counts.
+        incident.record_ns = max(finding.time_ns, self._judging_ns)
         if self._enforce:
             self.board.set_verdict(request, Verdict.KILL, incident.id)
             incident.verdict_ns = time.time_ns()
@@ -200,6 +206,7 @@ class Runtime:
     def _publish(self) -> None:
         if self._dirty:
             self._write_up()
+        self.counters.stream_gaps, self.counters.records_dropped = self._ledger.gaps, self._ledger.dropped
         done_ns = time.time_ns()
         for name, stream in self._ledger.streams.items():
             mark = (stream.epoch, stream.processed)

@@ -41,6 +41,7 @@ from guard.receive.otlp import parse_protobuf
 from guard.records import Outcome, Record, RecordError, Role
 
 PATIENCE_S = 60.0
+DECODE_PAGES = 240
 PROCESS = Path(__file__).with_name("random_worker.py")
 M = TypeVar("M", bound=Message)
 
@@ -87,7 +88,7 @@ class Rig:
             "digest_key": secrets.token_hex(32),
             "page_tokens": 8,
             "prefill": PoolConfig(pages=32, chunk_tokens=24, max_batch=4),
-            "decode": PoolConfig(pages=64, max_batch=4),
+            "decode": PoolConfig(pages=DECODE_PAGES, max_batch=4),
             "guard": GuardConfig(endpoint=f"unix:{self.directory}/guard.sock", **guard),
             **fields,
         }
@@ -227,6 +228,8 @@ class Rig:
         for process in self.processes.values():
             process.kill()
             process.wait()
+        for name in self.segments():  # of those that were killed
+            Path("/dev/shm", name).unlink()
         self._mailbox.close()
         self.guard.stop()
         shutil.rmtree(self.directory)

@@ -41,6 +41,7 @@ def server_info(router: Router, model: ModelConfig) -> dict[str, Any]:
                 "page_bytes": worker.hello.page_bytes,
                 "tokens": worker.capacity,
                 "requests": len(worker.requests),
+                "transfers": int(worker.gauges.get("transfers", 0)),
             }
         workers.append(entry)
     return {

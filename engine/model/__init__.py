@@ -11,7 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
     from engine.model.llama import Model
+    from engine.model.tokenizer import Tokenizer
+    from engine.model.weights import Loaded
 
 ModelName = Literal["smollm2", "tiny"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -32,17 +35,29 @@ def load(name: ModelName, dtype: DtypeName = "float32", threads: int | None = No
     # Not at the top: `import engine.model` for its names must not cost a second of torch.
     import torch
 
-    from engine.model import weights
     from engine.model.llama import Model
+
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads {threads}: at least 1 is needed")
+        torch.set_num_threads(threads)
+    return Model(*_read(name, dtype))
+
+
+def describe(name: ModelName, dtype: DtypeName = "float32") -> tuple[ModelConfig, Tokenizer]:
+    """Shape and tokenizer of a model, for a process that does not run it; takes and raises what `load` does."""
+    config, _, tokenizer = _read(name, dtype)
+    return config, tokenizer
+
+
+def _read(name: ModelName, dtype: DtypeName) -> Loaded:
+    import torch
+
+    from engine.model import weights
 
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"dtype {dtype!r}: use float32, float16 or bfloat16")
     if name not in ("smollm2", "tiny"):
         raise ValueError(f"model {name!r}: use smollm2 or tiny")
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads {threads}: at least 1 is needed")
-        torch.set_num_threads(threads)
-    as_type: torch.dtype = getattr(torch, dtype)
-    config, tensors, tokenizer = weights.smollm2(as_type) if name == "smollm2" else weights.tiny(as_type)
-    return Model(config, tensors, tokenizer)
+    source = weights.smollm2 if name == "smollm2" else weights.tiny
+    return source(getattr(torch, dtype))

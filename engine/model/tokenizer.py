@@ -56,7 +56,8 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Tokens of plain text; special tokens spelt in it are not interpreted.
 
-        A lone surrogate, which JSON can carry and UTF-8 cannot, counts as U+FFFD.
+        What the vocabulary has no bytes for counts as U+FFFD: a lone surrogate, which JSON can carry and UTF-8
+        cannot, and, in SmolLM2's, code points from U+40000 on and a few bytes that hardly any text has.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -98,7 +99,9 @@ class Tokenizer(ABC):
 
 
 def _utf8(text: str) -> str:
-    """The text, its lone surrogates replaced."""
+    """The text, its lone surrogates replaced by U+FFFD."""
+    if text.isascii():
+        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -114,10 +117,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        try:
-            return list(text.encode())
-        except UnicodeEncodeError:
-            return list(_utf8(text).encode())
+        return list(_utf8(text).encode())
 
 
 class BpeTokenizer(Tokenizer):
@@ -137,6 +137,7 @@ class BpeTokenizer(Tokenizer):
         for token, i in vocabulary.items():
             if token not in special:
                 pieces[i] = bytes(byte_of[letter] for letter in token)
+        self._absent = frozenset(range(256)) - {piece[0] for piece in pieces if len(piece) == 1}
         super().__init__(pieces, special, default_system)
 
     @staticmethod
@@ -157,10 +158,9 @@ class BpeTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = _utf8(text)
+        text = _utf8(text)
+        if not self._absent.isdisjoint(text.encode()):
+            text = "".join(c if self._absent.isdisjoint(c.encode()) else "\ufffd" for c in text)
         return self._bpe.encode(text, add_special_tokens=False).ids
 
 

@@ -60,7 +60,7 @@ def _filler(rng: random.Random, most: int) -> str:
 
 Sample = list[tuple[list[int], float]]
 """Runs of tokens and how much they count in the loss."""
-TEXT, NEW, COPY = 0.1, 0.0, 1.0
+TEXT, NEW, COPY = 0.5, 0.0, 1.0
 """A code word's first mention cannot be predicted and is not learnt from; its copy is what this is for."""
 
 
@@ -86,8 +86,8 @@ def _chat(rng: random.Random, tokenizer: ByteTokenizer, most: int) -> Sample:
 
 
 def _repetition(rng: random.Random, tokenizer: ByteTokenizer, _most: int) -> Sample:
-    code = tokenizer.encode("".join(rng.choices(string.printable[:95], k=rng.randint(8, 40))))
-    return [(code, NEW)] + [(code, COPY)] * rng.randint(1, 4)
+    code = tokenizer.encode("".join(rng.choices(string.printable[:95], k=rng.randint(4, 24))))
+    return [(code, NEW)] + [(code, COPY)] * rng.randint(1, 5)
 
 
 def batches(rng: random.Random, sequences: int, length: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -103,7 +103,7 @@ def batches(rng: random.Random, sequences: int, length: int, most: int) -> Itera
             row: list[int] = []
             count: list[float] = []
             while len(row) <= length:
-                make = rng.choices((_lines, _chat, _repetition), weights=(3, 4, 1))[0]
+                make = rng.choices((_lines, _chat, _repetition), weights=(3, 4, 3))[0]
                 for tokens, weight in make(rng, tokenizer, most):
                     row += tokens
                     count += [weight] * len(tokens)
@@ -123,7 +123,7 @@ def _causal(sequences: int, group: int) -> Attention:
     return attention
 
 
-STAGES = ((700, 16, 128, 0), (1100, 8, 256, 2), (600, 3, 640, 6))
+STAGES = ((1300, 16, 128, 0), (1000, 8, 256, 2), (500, 4, 512, 5))
 """(steps, sequences, tokens, sentences between mentions): near copies first, far ones once it copies."""
 
 
@@ -145,6 +145,7 @@ def train(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
     model = Model(config, tensors, ByteTokenizer())
     optimizer = torch.optim.AdamW(tensors.values(), betas=(0.9, 0.98), weight_decay=0.01)
     total, step, began = sum(stage[0] for stage in STAGES), 0, time.monotonic()
+    copied: list[Tensor] = []
     for steps, sequences, length, most in STAGES:
         attention = _causal(sequences, config.group)
         positions = torch.arange(length).repeat(sequences)
@@ -161,10 +162,11 @@ def train(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
             torch.nn.utils.clip_grad_norm_(tensors.values(), 1.0)
             optimizer.step()
             step += 1
+            copied.append(losses.detach()[count == COPY].mean())
             if step % 100 == 0:
-                copied = losses[count == COPY].mean().item()
+                mean = torch.stack(copied[-100:]).mean().item()
                 print(
-                    f"{time.monotonic() - began:4.0f} s  step {step}/{total}  copies at {copied:.3f} nats", flush=True
+                    f"{time.monotonic() - began:4.0f} s  step {step}/{total}  {mean:.3f} nats a copied byte", flush=True
                 )
     return {name: tensor.detach() for name, tensor in tensors.items()}
 

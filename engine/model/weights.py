@@ -7,10 +7,11 @@ workers start at once and share one copy in memory.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
-import tempfile
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def smollm2(dtype: torch.dtype) -> Loaded:
     kind = str(dtype).removeprefix("torch.")
     path = cache_dir() / f"smollm2-{digest[:16]}-{kind}-{_CACHE_FORMAT}.pt"
     if not path.exists():
-        _save(path, _read_gguf(source, dtype))
+        _make(path, source, dtype)
     try:
         content: dict[str, Any] = torch.load(path, mmap=True, weights_only=True)
         config = ModelConfig(**content["config"])
@@ -69,7 +70,7 @@ def tiny(dtype: torch.dtype) -> Loaded:
     try:
         with np.load(TINY_FILE, allow_pickle=False) as content:
             tensors = {name: torch.from_numpy(content[name]).to(dtype) for name in content.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise WeightsError(f"{TINY_FILE} cannot be read ({error}): install kvguard again") from error
     return tiny_config(), tensors, ByteTokenizer()
 
@@ -171,18 +172,16 @@ def _read_gguf(source: Path, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _save(path: Path, content: dict[str, Any]) -> None:
-    """Writes the file whole or not at all; workers that start together each write one, and the last stays."""
+def _make(path: Path, source: Path, dtype: torch.dtype) -> None:
+    """Puts the dequantised file there, whole or not at all; workers that start together make it once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                torch.save(content, file)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                part = path.with_suffix(".part")
+                torch.save(_read_gguf(source, dtype), part)
+                part.replace(path)
     except OSError as error:
         raise WeightsError(
             f"{path} cannot be written ({error.strerror}): free about 600 MB, or set KVGUARD_CACHE to a "

@@ -19,7 +19,7 @@ from engine.transport.link import Link, TransferError, connect
 from guard.records import PageSet, Side, TransferBegin, TransferEnd, TransferStatus
 from hooks.emit import Emitter
 
-FAULT_PAUSE_S = 1.0
+FAULT_PAUSE_S = 3.0
 """How long a transfer dawdles under the faults that need a slow wire."""
 
 

@@ -76,7 +76,7 @@ class Incident:
     disclosed: bool
     """Whether another tenant's data had gone into bytes that left."""
     record_ns: int
-    """When the first offending record happened."""
+    """When the record happened that gave it away: the offending one, or the one that made it so."""
     received_ns: int | None
     """When the guard had it."""
     verdict_ns: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 
 from guard.findings import Confidence, Kind
 from guard.ledger import late
@@ -66,7 +67,8 @@ def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: W
         for taint in (page.label, *(writer.taint for writer in page.late)):
             if taint.origins or taint.open:
                 by_label.setdefault(id(taint), (taint, []))[1].append(Evidence(index, page))
-    stale += [Evidence(index, None) for index in _some(pool.beyond(record.pages))]
+    # Pages beyond a pool's end may be any number.
+    stale += [Evidence(index, None) for index in islice(pool.beyond(record.pages), 1024)]
     _stale_read(world, rs, record, pool, where, stale)
     for taint, evidence in by_label.values():
         check = _foreign_read(world, rs, tenant, pool, where, taint, evidence)
@@ -75,11 +77,6 @@ def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: W
     rs.taste([taint for taint, _ in by_label.values()], tenant)
     rs.reads.append(Looked(where, pool.id, record.pages))
     crossing(world, rs.request)
-
-
-def _some(pages: PageSet, most: int = 1024) -> list[int]:
-    """Pages beyond a pool's end, which may be any number."""
-    return [index for start, stop in pages.runs for index in range(start, min(stop, start + most))][:most]
 
 
 def _stale_read(

@@ -95,15 +95,11 @@ def judge(late: Late, world: World) -> None:
             transfer=transfer.id, degraded=late.unvouched,
             reason=f"page given up while transfer {transfer.id} into it had not ended on this side",
         )  # fmt: skip
-    if late.written:
-        return
     if transfer.sent is TransferStatus.OK:
-        late.written = True
-        late.taint.absorb(transfer.taint)
-        late.taint.close_one()
         assert transfer.sent_at is not None
-        foreign_write(late, transfer.sent_at, world)
-    elif transfer.sent is not None:
+        wrote(late, transfer, transfer.sent_at, world)
+    elif transfer.sent is not None and transfer.received and not late.written:
+        # Not before both sides said so: `ok` on either means that the bytes are there.
         world.drop_late(late)
 
 
@@ -112,15 +108,20 @@ def arrived(late: Late, where: Where, world: World) -> None:
     late.confirmed = True
     judge(late, world)
     assert late.transfer is not None
-    if not late.written:
-        late.written = True
-        late.taint.absorb(late.transfer.taint)
-        late.taint.close_one()
-        foreign_write(late, where, world)
+    wrote(late, late.transfer, where, world)
     page = late.page
     if page is not None and late in page.late:
         page.late.remove(late)
         page.label = join((page.label, late.transfer.taint))
+
+
+def wrote(late: Late, transfer: Transfer, where: Where, world: World) -> None:
+    """One side says that the bytes are in the page; the earlier of the two is what the finding names."""
+    if not late.written:
+        late.written = True
+        late.taint.absorb(transfer.taint)
+        late.taint.close_one()
+    foreign_write(late, where, world)
 
 
 def foreign_write(late: Late, where: Where, world: World) -> None:

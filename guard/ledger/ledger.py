@@ -64,6 +64,8 @@ class Ledger:
         self._leaks: dict[str, list[tuple[int, int, RequestStream, Where]]] = {}
         self._time_ns = 0
         self._fed = 0
+        self.dropped = 0
+        """Records of streams beyond `max_streams`."""
         self._restarting: dict[str, int] = {}
         """In replay: streams with a new epoch → how many records may be fed before it begins."""
 
@@ -89,6 +91,11 @@ class Ledger:
             "records_held": sum(stream.holding for stream in self._streams.values()),
         }
 
+    @property
+    def gaps(self) -> int:
+        """How often something was missed: holes given up, sequences that ran backwards, unknown transfers."""
+        return self._world.gaps
+
     def set_policy(self, policy: Policy) -> None:
         """From now on findings are judged by this policy."""
         self._world.policy = policy
@@ -104,6 +111,9 @@ class Ledger:
         self._fed += 1
         stream = self._streams.get(record.stream)
         if stream is None:
+            if len(self._streams) >= self._world.settings.max_streams:
+                self._drop(record)
+                return
             stream = self._streams[record.stream] = Stream(record.stream)
         deadline = self._deadline(now_ns)
         if not stream.push(record, deadline):
@@ -141,6 +151,11 @@ class Ledger:
         self._confirm(_FOREVER)
         for name in self._leaks:
             self._find_leaks(name, self._time_ns)
+
+    def _drop(self, record: Record) -> None:
+        if self.dropped == 0:
+            lifecycle.beyond_streams(self._world, record)
+        self.dropped += 1
 
     def _start_overdue(self) -> None:
         """In replay, begins the epochs that have waited long enough for what is left of the old ones."""
@@ -200,11 +215,12 @@ class Ledger:
             lifecycle.restart(self._world, stream)
             self._leaks.pop(stream.name, None)
             stream.start_successor(self._deadline(self._world.now_ns))
+            self._run(*self._woken(self._waiting))
         self._run(stream)
 
-    def _run(self, stream: Stream) -> None:
-        """Judges what is ready, on this stream and on those that waited for what it brings."""
-        runnable = deque([stream])
+    def _run(self, *streams: Stream) -> None:
+        """Judges what is ready, on these streams and on those that waited for what they bring."""
+        runnable = deque(streams)
         while runnable:
             current = runnable.popleft()
             while current.ready and current.waiting_for is None:
@@ -219,13 +235,14 @@ class Ledger:
                     break
                 current.ready.popleft()
                 self._apply(current, record)
-                if isinstance(record, TransferBegin):
-                    runnable.extend(self._woken(record.transfer))
+                if isinstance(record, (TransferBegin, TransferEnd)):
+                    runnable.extend(self._woken({record.transfer, record.transfer.rpartition("/")[0]}))
 
-    def _woken(self, transfer: str) -> list[Stream]:
+    def _woken(self, transfers: Iterable[str]) -> list[Stream]:
+        """The streams that need not wait for these transfers any more."""
         woken = []
-        for key in {transfer, transfer.rpartition("/")[0]}:
-            for name in sorted(self._waiting.get(key, ())):
+        for transfer in sorted(transfers):
+            for name in sorted(self._waiting.get(transfer, ())):
                 stream = self._streams[name]
                 record = stream.ready[0]
                 if isinstance(record, TransferEnd) and moves.missing_begin(self._world, record) is None:

@@ -148,7 +148,7 @@ def restart(world: World, stream: Stream) -> None:
         rs.shared.clear()
         if rs.ended is None:
             rs.ended = Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
-            world.note_over(request)
+        world.note_over(request)
     for state in world.pools.values():
         if state.stream == stream.name:
             state.clear()
@@ -160,8 +160,17 @@ def reborn(world: World, rs: RequestStream) -> None:
     world.ended.pop(rs.request.id, None)
 
 
+def beyond_streams(world: World, record: Record) -> None:
+    """A record of a stream beyond the limit: what it says is not known, and of those to come neither."""
+    world.report(
+        Kind.STREAM_GAP, Where(record.time_ns, record.stream, record.epoch, record.seq), None,
+        reason=f"more than {world.settings.max_streams} streams (ledger.max_streams): records of others are dropped",
+    )  # fmt: skip
+
+
 def lost(world: World, stream: Stream, gap: Gap, why: str) -> None:
     """Records are missing: says which pages it can vouch for no more."""
+    world.gaps += 1
     where = Where(stream.time_ns, stream.name, stream.epoch, gap.first)
     pools = [p for p in world.pools.values() if p.stream == stream.name] or [world.pool(stream.name)]
     for request in world.requests.values():

@@ -70,6 +70,8 @@ def missing_begin(world: World, record: TransferEnd) -> str | None:
         return None
     pieces = world.pieces.get(record.transfer)
     if pieces:
+        if any(t.sent not in (None, TransferStatus.OK) or t.sender.gone for t in pieces.values()):
+            return None  # a sender begins no further piece after one that failed, or after its own restart
         begun = PageSet(run for t in pieces.values() for run in t.begin.peer_pages.runs).sorted()
         if PageSet((*begun.runs, *record.pages.runs)).sorted().runs == begun.runs:
             return None
@@ -85,7 +87,7 @@ def named(world: World, transfer: str) -> list[Transfer]:
 def end_sent(world: World, record: TransferEnd, where: Where) -> None:
     """The sender will touch the pages no more."""
     for transfer in named(world, record.transfer):
-        if transfer.sent is not None:
+        if transfer.sent is not None or transfer.where.stream != where.stream:
             continue
         transfer.sent, transfer.sent_at = record.status, where
         world.unlist_outgoing(transfer)
@@ -98,10 +100,13 @@ def end_sent(world: World, record: TransferEnd, where: Where) -> None:
 
 def end_received(world: World, stream: Stream, rs: RequestStream, record: TransferEnd, where: Where) -> None:
     """The receiver will touch the pages no more; with `ok` the bytes are there."""
-    transfers = [t for t in named(world, record.transfer) if not t.received]
+    # Only the pool that a transfer goes to can say that it arrived: what another stream says of it is about no
+    # transfer that is known.
+    begun = [t for t in named(world, record.transfer) if t.pool == record.pool_id]
+    if not begun and world.done.get(record.transfer) != record.pool_id:
+        _unknown(world, rs, record, where)
+    transfers = [t for t in begun if not t.received]
     if not transfers:
-        if record.transfer not in world.done:
-            _unknown(world, rs, record, where)
         return
     clock: Clock = dict(stream.clock)
     for transfer in transfers:
@@ -112,18 +117,21 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
     if record.status is TransferStatus.OK:
         _landed(world, stream, rs, record, where, pool, transfers)
     for transfer in transfers:
+        writers = tuple(transfer.late)
+        if record.status is TransferStatus.OK:
+            for writer in writers:
+                late.arrived(writer, where, world)
         transfer.received = True
         world.unlist_incoming(transfer)
-        for writer in tuple(transfer.late):
-            if record.status is TransferStatus.OK:
-                late.arrived(writer, where, world)
-            else:
-                late.confirm(writer, world)
+        for writer in writers:
+            writer.confirmed = True
+            late.judge(writer, world)
         if transfer.sent is not None:
             world.drop_transfer(transfer)
 
 
 def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where) -> None:
+    world.gaps += 1
     pool = world.pool(record.pool_id, where.stream)
     rs.degraded = True
     pages = [Evidence(index, page) for index, page in pool.within(record.pages)]

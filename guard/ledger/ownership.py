@@ -11,7 +11,7 @@ from guard.ledger.requests import RequestStream, Where
 from guard.ledger.streams import Stream
 from guard.ledger.taint import EMPTY, Taint
 from guard.ledger.world import Evidence, World
-from guard.records import Alloc, Cache, Free, Scrub, Share
+from guard.records import Alloc, Cache, Free, PageSet, Scrub, Share
 
 
 def alloc(world: World, stream: Stream, rs: RequestStream, record: Alloc, where: Where) -> None:
@@ -25,6 +25,8 @@ def alloc(world: World, stream: Stream, rs: RequestStream, record: Alloc, where:
             if owner.ended is None:
                 _double_owner(world, rs, owner, pool, index, page, where)
             _disown(owner, pool, index, page, where, world)
+            owner.released.append((pool.id, PageSet.of([index]), where))
+            world.note_over(owner.request)
         if world.policy.scrub == "require":
             _unscrubbed(world, rs, pool, index, page, where)
         page.owner = rs
@@ -117,10 +119,12 @@ def give_back(world: World, stream: Stream, rs: RequestStream, record: Free | Ca
     caching = isinstance(record, Cache)
     wrong: list[Evidence] = []
     others: set[RequestStream] = set()
+    given: list[int] = []
     for index, page in pool.within(record.pages):
         _source_in_flight(world, pool, index, page, where)
         if page.owner is rs:
             _disown(rs, pool, index, page, where, world)
+            given.append(index)
             page.cached = caching
             # Whoever cached the pages may go on reading them: it wrote them in this generation.
             page.sharers = {rs.request.id} if caching else set()
@@ -134,10 +138,12 @@ def give_back(world: World, stream: Stream, rs: RequestStream, record: Free | Ca
             wrong.append(Evidence(index, page))
             if page.owner is not None:
                 others.add(page.owner)
-    rs.released.append((pool.id, record.pages, where))
+    rs.released.append((pool.id, PageSet.of(given), where))
     if rs.owns_nothing():
-        valid = rs.valid_in(pool.id)
-        valid.landed = valid.written = 0
+        world.note_over(rs.request)
+        if not caching:
+            valid = rs.valid_in(pool.id)
+            valid.landed = valid.written = 0
     if wrong:
         world.report(
             Kind.DOUBLE_FREE, where, pool.id, rs, evidence=wrong, tenants={o.tenant for o in others} - {rs.tenant},

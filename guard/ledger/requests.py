@@ -80,6 +80,11 @@ class Request:
         return all(rs.ended is not None for rs in self.streams.values())
 
     @property
+    def owns_nothing(self) -> bool:
+        """Whether no page is left with it on any stream."""
+        return all(rs.owns_nothing() for rs in self.streams.values())
+
+    @property
     def lineage(self) -> set[str]:
         """The tenants whose data it has read, its own included."""
         return {tenant for rs in self.streams.values() for tenant in rs.label.origins}

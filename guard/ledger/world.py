@@ -32,6 +32,8 @@ class LedgerSettings(BaseModel):
     """In replay: records (of any stream) after which no more of an epoch that has a successor are expected."""
     max_ended: int = Field(default=16_384, ge=1)
     """Requests that are over and still remembered, for records that come late."""
+    max_streams: int = Field(default=4096, ge=1)
+    """Streams followed; records of further ones are counted and dropped, and a `stream-gap` says so."""
     max_pool_pages: int = Field(default=4_194_304, ge=1)
     """Pages kept for a pool, however large it says it is (or when it never says)."""
 
@@ -68,15 +70,17 @@ class World:
         self.pools: dict[str, PoolState] = {}
         self.requests: dict[str, Request] = {}
         self.ended: OrderedDict[str, Request] = OrderedDict()
-        """Requests that are over, the longest over first."""
+        """Requests that are over and own nothing any more, the longest over first."""
         self.transfers: dict[str, Transfer] = {}
         self.pieces: dict[str, dict[str, Transfer]] = {}
         """Bare id → pieces begun."""
-        self.done: OrderedDict[str, None] = OrderedDict()
-        """Ids of transfers that both sides ended, lately."""
+        self.done: OrderedDict[str, str] = OrderedDict()
+        """Ids of transfers that both sides ended, lately, and the pools that they went to."""
         self.suspects: list[tuple[int | None, Late]] = []
         """Late writers that wait to be confirmed, with their deadlines."""
         self.findings: dict[tuple[Kind, str | None, str | None], Finding] = {}
+        self.gaps = 0
+        """Holes given up, sequences that ran backwards, transfers that ended and never began."""
 
     def pool(self, pool: str, stream: str | None = None) -> PoolState:
         """The pool, made if it was never heard of; `stream` when it is known to be that stream's."""
@@ -101,10 +105,12 @@ class World:
         return rs
 
     def note_over(self, request: Request) -> None:
-        """Keeps a request that is over for a while, and lets go of the longest over."""
-        if request.over:
-            self.ended[request.id] = request
-            self.ended.move_to_end(request.id)
+        """Keeps a request that is over for a while, and lets go of the longest over.
+
+        One that still owns pages is kept: that it gives them back is to be told from a double free.
+        """
+        if request.over and request.owns_nothing and self.requests.get(request.id) is request:
+            self.ended.setdefault(request.id, request)
         while len(self.ended) > self.settings.max_ended:
             self.retire(next(iter(self.ended.values())))
 
@@ -136,11 +142,11 @@ class World:
             self.pieces[base].pop(transfer.id, None)
             if not self.pieces[base]:
                 del self.pieces[base]
-                self._note_done(base)
-        self._note_done(transfer.id)
+                self._note_done(base, transfer.pool)
+        self._note_done(transfer.id, transfer.pool)
 
-    def _note_done(self, transfer: str) -> None:
-        self.done[transfer] = None
+    def _note_done(self, transfer: str, pool: str) -> None:
+        self.done[transfer] = pool
         if len(self.done) > self.settings.max_ended:
             self.done.popitem(last=False)
 
@@ -222,9 +228,10 @@ class World:
         else:
             before = (len(finding.pages), finding.action, finding.confidence, len(finding.subjects),
                       len(finding.other_tenants), len(finding.other_requests), finding.seq)  # fmt: skip
-        if where < (finding.time_ns, finding.stream, finding.epoch, finding.seq):
+        known = (finding.time_ns, finding.stream, finding.epoch, finding.seq)
+        if where < known or (where == known and (transfer or "") < (finding.transfer or "")):
             finding.time_ns, finding.stream, finding.epoch, finding.seq = where
-            finding.transfer, finding.reason = transfer or finding.transfer, reason
+            finding.transfer, finding.reason = transfer, reason
         if pages:
             merged = PageSet((*finding.pages.runs, *PageSet.of(sorted(e.page_index for e in pages)).runs))
             finding.pages = merged.sorted()

@@ -37,11 +37,12 @@ from guard.records.kinds import (
     TransferStatus,
     Write,
 )
-from guard.records.pages import MAX_PAGE_INDEX, PageSet
+from guard.records.pages import MAX_PAGE_INDEX, MAX_PAGES, PageSet
 
 __all__ = [
     "KINDS",
     "MAX_ID_LENGTH",
+    "MAX_PAGES",
     "MAX_PAGE_INDEX",
     "PUBLIC",
     "Admit",

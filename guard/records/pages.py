@@ -8,6 +8,9 @@ from typing import Self
 MAX_PAGE_INDEX = 1 << 40
 """Page indices from here on are refused: no pool is that large, and a run of them must not cost memory."""
 
+MAX_PAGES = 1 << 24
+"""More pages than this in one record are refused: what is said of a page costs time for each."""
+
 
 class PageSet:
     """Page indices in a stated order, kept as runs, so that a request of 100,000 pages stays small.
@@ -19,21 +22,35 @@ class PageSet:
     __slots__ = ("_length", "runs")
 
     runs: tuple[tuple[int, int], ...]
-    """Half-open runs ``(start, stop)`` in order."""
+    """Half-open runs ``(start, stop)`` in order, neighbours joined: equal sets have equal runs."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        self.runs = tuple(runs)
+        joined: list[tuple[int, int]] = []
+        for start, stop in runs:
+            if start >= stop:
+                continue
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        self.runs = tuple(joined)
         self._length = sum(stop - start for start, stop in self.runs)
 
     @classmethod
     def of(cls, indices: Iterable[int]) -> Self:
-        """Keeps the indices in the order given, joining neighbours into runs."""
+        """Keeps the indices in the order given, joining neighbours into runs.
+
+        Raises:
+            ValueError: An index is negative.
+        """
         runs: list[tuple[int, int]] = []
         start = stop = -1
         for index in indices:
-            if index == stop:
+            if index == stop and start >= 0:
                 stop += 1
                 continue
+            if index < 0:
+                raise ValueError(f"{index} is no page index")
             if start >= 0:
                 runs.append((start, stop))
             start, stop = index, index + 1
@@ -46,7 +63,8 @@ class PageSet:
         """Reads ``12-15,40,7``; an empty string is no pages.
 
         Raises:
-            ValueError: A part is not an index or a rising run, or an index is 2**40 or more.
+            ValueError: A part is not an index or a rising run, an index is 2**40 or more, or there are more
+                than 2**24 pages.
         """
         runs: list[tuple[int, int]] = []
         for part in text.split(",") if text else ():
@@ -54,16 +72,17 @@ class PageSet:
             # isdecimal alone admits other scripts' digits, which int() would take.
             if not (first.isascii() and first.isdecimal()) or (dash and not (last.isascii() and last.isdecimal())):
                 raise ValueError(f"{part[:40]!r} is neither an index nor a run a-b")
-            start, stop = int(first[:20]), int((last if dash else first)[:20]) + 1
+            # The length first: int() takes time for a number of a thousand digits.
+            if max(len(first), len(last)) > 20 or max(int(first), int(last or 0)) >= MAX_PAGE_INDEX:
+                raise ValueError(f"{part[:40]!r} is beyond the largest page index, 2**40 - 1")
+            start, stop = int(first), int(last if dash else first) + 1
             if stop <= start:
                 raise ValueError(f"the run {part[:40]!r} does not rise")
-            if stop > MAX_PAGE_INDEX:
-                raise ValueError(f"{part[:40]!r} is beyond the largest page index, 2**40 - 1")
-            if runs and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], stop)
-            else:
-                runs.append((start, stop))
-        return cls(runs)
+            runs.append((start, stop))
+        pages = cls(runs)
+        if pages._length > MAX_PAGES:
+            raise ValueError(f"{pages._length} pages are more than one record may name, 2**24")
+        return pages
 
     def sorted(self) -> PageSet:
         """The same indices in rising order, each once, in the fewest runs."""
@@ -95,7 +114,7 @@ class PageSet:
         return isinstance(index, int) and any(start <= index < stop for start, stop in self.runs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PageSet) and PageSet.of(self).runs == PageSet.of(other).runs
+        return isinstance(other, PageSet) and self.runs == other.runs
 
     def __hash__(self) -> int:
-        return hash(PageSet.of(self).runs)
+        return hash(self.runs)

