@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, ClassVar
 
 import msgspec
@@ -53,7 +53,7 @@ class Garbage:
         self.places = {stream: [1, 0] for stream in self.ROLES}
         self.begun: Counter[str] = Counter()
         self.ids = ["never"]
-        self.ended: set[tuple[str, str]] = set()
+        self.had: defaultdict[tuple[str, str | None], set[int]] = defaultdict(set)
         self.time_ns = 0
         self.log: list[Record] = []
 
@@ -77,6 +77,8 @@ class Garbage:
 
     def emit(self, stream: str, record: Record) -> None:
         self.time_ns += self.rng.choice([1, 1, 1, 40_000]) * 1_000_000
+        if isinstance(record, Alloc):
+            self.had[stream, record.request].update(record.pages)
         epoch, seq = self.places[stream]
         self.places[stream][1] += 1
         self.log.append(msgspec.structs.replace(record, stream=stream, epoch=epoch, seq=seq, time_ns=self.time_ns))
@@ -98,10 +100,14 @@ class Garbage:
         self.begun[stream] += 1
         name = f"{stream}.{self.begun[stream]}" if self.sane else self.rng.choice("xy")
         self.ids.append(name + self.rng.choice(["", "", "/0"]))
-        src = self.pages()
+        who, receiver, src = self.who(), self.rng.choice(list(self.ROLES)), self.pages()
+        to = list(range(5))
+        if self.sane:  # into pages that the request has or had: a stray writer is ordered by nothing
+            to = sorted(self.had[receiver, who["request"]])
+            src = PageSet.of(list(src)[: len(to)])
         return TransferBegin(
-            **self.who(), transfer=self.ids[-1], pages=src, peer_pool=self.rng.choice(list(self.ROLES)),
-            peer_pages=PageSet.of(self.rng.sample(range(5), len(src))), tokens=self.rng.randint(0, 12),
+            **who, transfer=self.ids[-1], pages=src, peer_pool=receiver,
+            peer_pages=PageSet.of(self.rng.sample(to, len(src))), tokens=self.rng.randint(0, 12),
             digests=self.digests(src),
         )  # fmt: skip
 

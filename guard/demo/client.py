@@ -59,6 +59,8 @@ class Answer:
     ended_ns: int = 0
     """When the last byte, or the cut, was seen."""
     prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Where the answer says so."""
     rid: str = ""
 
 
@@ -103,7 +105,7 @@ class Client:
         else:
             choice = content["choices"][0]
             answer.text = choice["text"] if "text" in choice else choice["message"]["content"]
-            answer.prompt_tokens = content["usage"]["prompt_tokens"]
+            _take_usage(answer, content["usage"])
         return answer
 
     async def stream(
@@ -139,10 +141,13 @@ class Client:
                         answer.ended_ns = time.time_ns()
                         if "error" in event:
                             _take_error(answer, event["error"])
-                        elif event.get("choices"):
+                            continue
+                        if event.get("choices"):
                             piece = event["choices"][0]["text"]
                             answer.text += piece
                             on_text(piece)
+                        if event.get("usage"):
+                            _take_usage(answer, event["usage"])
             except httpx.RemoteProtocolError:
                 pass  # cut off: what was seen until then is what counts
             return answer
@@ -180,6 +185,10 @@ def _greedy(body: dict[str, Any]) -> dict[str, Any]:
 
 def _headers(tenant: Tenant) -> dict[str, str]:
     return {"authorization": f"Bearer {tenant.key}"}
+
+
+def _take_usage(answer: Answer, usage: dict[str, Any]) -> None:
+    answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
 def _take_error(answer: Answer, error: dict[str, Any]) -> None:

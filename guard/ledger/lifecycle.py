@@ -137,7 +137,7 @@ def restart(world: World, stream: Stream) -> None:
             world.drop_transfer(transfer)
     for request in list(world.requests.values()):
         rs = request.streams.get(stream.name)
-        if rs is None:
+        if rs is None or rs.gone:
             continue
         rs.gone = True
         for writers in list(rs.late.values()):
