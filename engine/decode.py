@@ -171,7 +171,8 @@ class DecodeStage:
             return False
         generations = [pool.generation(page) for page in pages]
         sequence.extend(pages, pool.tags_of(sequence.tenant, request.name, generations))
-        request.table = None
+        if request.table is not None:
+            request.table = request.table + pages  # a stale row is only ever added to
         self._host.emit(Alloc, sequence, pages)
         return True
 

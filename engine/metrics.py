@@ -77,9 +77,10 @@ class _FleetCollector(Collector):
         router = self._router
         yield _gauge("requests_in_flight", "Requests that are not over.", router.in_flight)
         yield _gauge("requests_without_output", "Requests that have given no output yet.", router.waiting)
-        holes = CounterMetricFamily(f"{PREFIX}_router_record_failures", "Records of the router that are holes.")
-        holes.add_metric([], self._emitter.failed)
-        yield holes
+        for name, count in self._emitter.counts.items():
+            family = CounterMetricFamily(f"{PREFIX}_router_{name}", "Of the router's own stream.")
+            family.add_metric([], count)
+            yield family
         up = GaugeMetricFamily(f"{PREFIX}_worker_up", "Whether the worker lives.", labels=["worker"])
         deaths = CounterMetricFamily(f"{PREFIX}_worker_deaths", "Times that the worker died.", labels=["worker"])
         missing = set(router.fleet.missing)

@@ -114,7 +114,7 @@ class Worker:
         }
         counters = {
             **host.counters,
-            "records_failed": host.emitter.failed,
+            **host.emitter.counts,
             "messages_unreadable": host.mailbox.unreadable,
             "messages_undelivered": host.mailbox.undelivered,
             **self._stage.counters(),

@@ -106,6 +106,20 @@ class Emitter:
         """Whether records go anywhere: what only serves to fill a record need not be computed otherwise."""
         return self._tracer is not None
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many records went to the guard and how many did not, for an engine's metrics: ``records_sent``,
+        ``records_dropped`` (no room), ``records_failed`` (could not be made, or were refused). The latter two
+        are holes in the stream."""
+        sender = self.sender
+        if sender is None:
+            return {"records_sent": 0, "records_dropped": 0, "records_failed": self.failed}
+        return {
+            "records_sent": sender.sent,
+            "records_dropped": sender.dropped,
+            "records_failed": self.failed + sender.failed,
+        }
+
     def emit(self, record: Record, context: Context | None = None) -> int:
         """Sends a record as a span of no duration.
 

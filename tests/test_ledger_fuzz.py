@@ -195,7 +195,7 @@ def test_garbage_is_judged_alike_in_every_order(seed: int, count: int) -> None:
     policy = Policy(digests="require", scrub="require")
     _, in_order = judge(records, policy)
     _, found = judge(interleaved(records, seed), policy)
-    # A transfer into a page that its request never had is ordered by nothing against that page's readers and owners:
-    # whom it hits is then known only from its begin on.
+    # A page that its request took again after its end, or whose begin comes after a gap was given up: whom a late
+    # writer hits, and how sure that is, is then known only from its begin on.
     stray = {Kind.FOREIGN_WRITE, Kind.FREE_IN_FLIGHT}
     assert {k for k in found if k[0] not in stray} == {k for k in in_order if k[0] not in stray}

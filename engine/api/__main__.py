@@ -48,11 +48,11 @@ def serve(config: EngineConfig, listener: socket.socket | None) -> None:
         ConfigError: The configuration does not fit the model, or the model is not there.
     """
     try:
-        # One thread: nothing is computed here, only the tokenizer and the model's shape are wanted.
-        model = engine.model.load(config.model, config.dtype, threads=1)
+        # Nothing is computed here: only the tokenizer and the model's shape are wanted.
+        shape, tokenizer = engine.model.describe(config.model, config.dtype)
     except WeightsError as error:
         raise ConfigError(f"model: {error}") from error
-    context = advertised_context(config, model.config.context)
+    context = advertised_context(config, shape.context)
     guard = config.guard
     try:
         emitter, provider = configure(
@@ -65,8 +65,7 @@ def serve(config: EngineConfig, listener: socket.socket | None) -> None:
     metrics = Metrics()
     metrics.watch(router, emitter)
     tracer = provider.get_tracer("kvguard.engine") if provider is not None else None
-    front = Front(router, (model.config, model.tokenizer), metrics, tracer)
-    del model
+    front = Front(router, (shape, tokenizer), metrics, tracer)
     server = _Server(
         uvicorn.Config(
             front.app(),

@@ -14,9 +14,10 @@ from typing import Any
 
 import httpx
 
-ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
+DIGITS = "23456789"
 SHORTEST_TRACE = 4
-"""So many characters of a canary's secret part in a row are a trace of it: 32**-4, one in a million, by chance."""
+"""So many characters of a canary's secret part in a row are a trace of it: (20 * 8)**-2, one in 25,600, by chance."""
 _TOO_MANY = 1_000_000
 
 
@@ -36,8 +37,11 @@ TENANTS = (ALICE, BOB, CAROL, DAVE)
 
 
 def new_canary(rng: random.Random) -> str:
-    """A code word that nobody can guess; generated, never taken from anybody."""
-    return "ZEBRA-" + "".join(rng.choice(ALPHABET) for _ in range(10))
+    """A code word that nobody can guess; generated, never taken from anybody.
+
+    Letters and digits take turns, so that every one of them makes the same number of tokens.
+    """
+    return "ZEBRA-" + "".join(rng.choice(LETTERS) + rng.choice(DIGITS) for _ in range(5))
 
 
 def leaked_bytes(canary: str, text: str) -> int:
@@ -113,21 +117,25 @@ class Client:
         tenant: Tenant,
         prompt: str | list[int],
         *,
+        chat: bool = False,
         max_tokens: int = 16,
         on_text: Callable[[str], None] = lambda _: None,
         **more: Any,
     ) -> Answer:
-        """One completion, streamed, greedy.
+        """One answer, streamed, greedy.
 
         Args:
             tenant: Whose.
             prompt: Text or token ids.
+            chat: Whether the prompt is a user's message.
             max_tokens: At most so many.
             on_text: Called with each piece of text as it comes.
             more: Further fields of the request.
         """
-        body = _greedy({"prompt": prompt, "max_tokens": max_tokens, "stream": True, **more})
-        async with self._http.stream("POST", "/v1/completions", json=body, headers=_headers(tenant)) as response:
+        asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        body = _greedy({**asked, "max_tokens": max_tokens, "stream": True, **more})
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        async with self._http.stream("POST", path, json=body, headers=_headers(tenant)) as response:
             answer = Answer(response.status_code, rid=response.headers.get("x-request-id", ""))
             if response.status_code != 200:
                 content = json.loads(await response.aread())
@@ -143,7 +151,8 @@ class Client:
                             _take_error(answer, event["error"])
                             continue
                         if event.get("choices"):
-                            piece = event["choices"][0]["text"]
+                            choice = event["choices"][0]
+                            piece = choice["delta"].get("content") or "" if chat else choice["text"]
                             answer.text += piece
                             on_text(piece)
                         if event.get("usage"):

@@ -1,9 +1,8 @@
 """What to send so that each fault bites: alice-corp plants a canary, bob-corp gets what he should not.
 
 Every scenario plays alike with and without the guard. The prompts rest on how a language model goes on when its
-context is another's: it repeats what that context repeats. So alice's prompt says her code word over and over,
-bob's says a sentence of the same form, and it is a little longer than hers, so that his positions take in all of
-hers.
+context is another's: it repeats what that context repeats. So alice's prompt says her code word over and over, and
+bob's says a sentence of the same form and has a length that puts his answer right behind her prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from guard.demo.client import ALICE, BOB, CAROL, DAVE, Answer, Client, First, new_canary
@@ -20,9 +20,8 @@ from guard.incidents.store import Incident
 
 _FILLER = 253
 """A token id that says nothing."""
-_LATE_S = 3.5
-"""After so long a transfer's bytes are there, under arrive-before-visible."""
-_BOBS = "The code word is unknown. "
+_WIRE_S = 3.0
+"""How long a transfer takes under the faults that need a slow wire."""
 
 
 @dataclass
@@ -57,80 +56,76 @@ class Scenario:
 
 @dataclass
 class Texts:
-    """A code word, and prompts that fit each other."""
+    """A code word, and two users' messages that fit each other."""
 
     canary: str
     alices: str
-    """Says the code word as often as fits; for a chat."""
+    """Says the code word as often as fits."""
     bobs: str
-    """A few tokens longer; for a completion."""
-    tokens: int
-    """Of alice's, the chat template included."""
+    """The same with a word of his own; two tokens shorter, so that all he may see is alice's."""
 
 
 async def texts(client: Client, rng: random.Random, tokens: int = 200) -> Texts:
-    """Prompts of about `tokens` tokens, measured without computing anything."""
+    """Messages of an exact length, the chat template included, measured without computing anything."""
     canary = new_canary(rng)
-    alices = f"The code word is {canary}. "
-    one, two = [await _chat_tokens(client, alices * count) for count in (1, 2)]
-    count = 1 + (tokens - one) // (two - one)
-    size = one + (count - 1) * (two - one)
-    one, two = [await _text_tokens(client, _BOBS * count) for count in (1, 2)]
-    return Texts(canary, alices * count, _BOBS * (2 + (size - one) // (two - one)), size)
+    return Texts(
+        canary,
+        await _message(client, "Note 1{}. ", f"The code word is {canary}. ", tokens),
+        # Few sentences, at the end: what comes before them must be no rival to alice's.
+        await _message(client, "1{} ", "The code word is ALPHA. ", tokens - 2, most=tokens // 16),
+    )
+
+
+async def _message(client: Client, head: str, sentence: str, tokens: int, most: int = 1000) -> str:
+    """The sentence over and over; digits in the head make up the length, since each is a token of its own."""
+    one, two = [await _chat_tokens(client, head.format("") + sentence * count) for count in (1, 2)]
+    count = min(most, 1 + (tokens - one) // (two - one))
+    missing = tokens - one - (count - 1) * (two - one)
+    return head.format("3" * missing) + sentence * count
 
 
 async def _chat_tokens(client: Client, text: str) -> int:
     return await client.count(ALICE, "/v1/chat/completions", messages=[{"role": "user", "content": text}])
 
 
-async def _text_tokens(client: Client, text: str) -> int:
-    return await client.count(BOB, "/v1/completions", prompt=text)
-
-
 async def swallowed_reject(client: Client, rng: random.Random) -> Played:
     """Bob's prompt is larger than prefill's pool (512 tokens) and within the advertised context."""
-    t = await texts(client, rng, 508)
-    await client.chat(ALICE, t.alices, max_tokens=8)
-    prompt = [_FILLER] * max(t.tokens + 3, 513)
-    return Played(t.canary, await client.stream(BOB, prompt, max_tokens=32))
+    t = await texts(client, rng, 510)
+    await client.chat(ALICE, t.alices, max_tokens=16)
+    return Played(t.canary, await client.stream(BOB, [_FILLER] * 513, max_tokens=32))
 
 
-async def stale_pages(client: Client, rng: random.Random) -> Played:
-    """Alice is served, then bob gets her pages; his own KV comes some seconds after it was said to be there."""
+async def stale_pages(client: Client, rng: random.Random, pause_s: float = 0.0) -> Played:
+    """Alice is served, then bob gets her pages; his own KV comes in part, or some seconds too late."""
     t = await texts(client, rng)
-    await client.chat(ALICE, t.alices, max_tokens=8)
-    # Hers came late too, and nothing tells when: the engine believes that it came long ago.
-    await asyncio.sleep(_LATE_S)
-    return Played(t.canary, await client.stream(BOB, t.bobs, max_tokens=32))
-
-
-async def half_stale(client: Client, rng: random.Random) -> Played:
-    """Alice is served, then bob gets her pages; of his own KV only the first half comes."""
-    t = await texts(client, rng)
-    await client.chat(ALICE, t.alices, max_tokens=8)
-    prompt = [_FILLER] * (t.tokens + 3)
-    return Played(t.canary, await client.stream(BOB, prompt, max_tokens=32))
+    await client.chat(ALICE, t.alices, max_tokens=16)
+    # Where hers came too late as well, nothing tells when it is there: the engine believes that it was at once.
+    await asyncio.sleep(pause_s)
+    return Played(t.canary, await client.stream(BOB, t.bobs, chat=True, max_tokens=32))
 
 
 async def stale_table(client: Client, rng: random.Random) -> Played:
-    """Alice and carol are served side by side; bob gets carol's pages, and the slot that was alice's."""
+    """Bob's KV is there and waits for the batch's only slot, which is alice's until she is served."""
     t = await texts(client, rng)
     first = First()
-    carol = asyncio.create_task(client.stream(CAROL, t.bobs, max_tokens=48, on_text=first))
+    alice = asyncio.create_task(client.stream(ALICE, t.alices, chat=True, max_tokens=32, on_text=first))
     await first.wait()
-    await client.chat(ALICE, t.alices, max_tokens=8)
-    await carol
-    return Played(t.canary, await client.stream(BOB, t.bobs, max_tokens=32))
+    bob = await client.stream(BOB, t.bobs, chat=True, max_tokens=32)
+    await alice
+    return Played(t.canary, bob)
 
 
 async def early_free(client: Client, rng: random.Random) -> Played:
     """Alice leaves while her KV is still on the wire; it arrives in the pages that bob got meanwhile."""
     t = await texts(client, rng)
     rid = f"alice-{t.canary[-10:]}"
-    leaving = asyncio.create_task(client.chat(ALICE, t.alices, max_tokens=8, rid=rid))
-    await _on_the_wire(client)
+    leaving = asyncio.create_task(client.chat(ALICE, t.alices, max_tokens=16, rid=rid))
+    await _until(client, "prefill", "requests")
+    await asyncio.sleep(_WIRE_S / 2)
     await client.abort(rid, ALICE.key)
-    bob = await client.stream(BOB, t.bobs, max_tokens=96)
+    # Both prompts take as long to compute: her bytes arrive a moment after his first token.
+    await asyncio.sleep(_WIRE_S / 2 - 0.3)
+    bob = await client.stream(BOB, t.bobs, chat=True, max_tokens=96)
     await leaving
     return Played(t.canary, bob)
 
@@ -138,22 +133,22 @@ async def early_free(client: Client, rng: random.Random) -> Played:
 async def lease_expiry(client: Client, rng: random.Random) -> Played:
     """Bob's source pages are freed under his transfer; alice's prompt is computed into them before it is copied."""
     t = await texts(client, rng)
-    bob = asyncio.create_task(client.stream(BOB, t.bobs, max_tokens=32))
-    await _on_the_wire(client)
-    await client.chat(ALICE, t.alices, max_tokens=8)
+    bob = asyncio.create_task(client.stream(BOB, t.bobs, chat=True, max_tokens=32))
+    await _until(client, "prefill", "transfers")
+    await client.chat(ALICE, t.alices, max_tokens=16)
     return Played(t.canary, await bob)
 
 
 async def double_free(client: Client, rng: random.Random) -> Played:
     """The pages of alice's first request are in the free list twice: bob and her second request both get them."""
     t = await texts(client, rng)
-    await client.chat(ALICE, t.alices, max_tokens=8)
+    await client.chat(ALICE, t.alices, max_tokens=16)
     first = First()
-    bob = asyncio.create_task(client.stream(BOB, t.bobs, max_tokens=96, on_text=first))
+    bob = asyncio.create_task(client.stream(BOB, t.bobs, chat=True, max_tokens=96, on_text=first))
     waiting = asyncio.create_task(first.wait())
     await asyncio.wait((bob, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    await client.chat(ALICE, t.alices, max_tokens=8)
+    await client.chat(ALICE, t.alices, max_tokens=16)
     return Played(t.canary, await bob)
 
 
@@ -187,11 +182,11 @@ async def lost_telemetry(client: Client, rng: random.Random) -> Played:
     return Played(new_canary(rng), answer)
 
 
-async def _on_the_wire(client: Client) -> None:
-    """Waits, some seconds at most, until prefill says that a transfer is in flight."""
+async def _until(client: Client, role: str, what: str) -> None:
+    """Waits, some seconds at most, until a worker of that role has some."""
     for _ in range(200):
         info = await client.info(ALICE.key)
-        if any(worker.get("transfers") for worker in info["workers"] if worker["role"] == "prefill"):
+        if any(worker.get(what) for worker in info["workers"] if worker["role"] == role):
             return
         await asyncio.sleep(0.02)
 
@@ -215,11 +210,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "arrive-before-visible", "a transfer is said to be over before its bytes are there",
-        frozenset((Kind.DIGEST_MISMATCH,)), stale_pages, engine=_SMALL,
+        frozenset((Kind.DIGEST_MISMATCH,)), partial(stale_pages, pause_s=_WIRE_S + 0.5), engine=_SMALL,
     ),
     Scenario(
-        "partial-transfer", "half of the pages are sent, all of them are read",
-        frozenset((Kind.SHORT_TRANSFER, Kind.STALE_READ)), half_stale, engine=_SMALL, leaks_text=False,
+        "partial-transfer", "the first pages are sent, all of them are read",
+        frozenset((Kind.SHORT_TRANSFER, Kind.STALE_READ)), stale_pages, engine=_SMALL,
     ),
     Scenario(
         "leak-on-disconnect", "pages of a client that left are never freed",
@@ -240,7 +235,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "stale-block-table", "a batch slot keeps the block table of its last request",
-        _SHARED_KINDS, stale_table, engine=_SMALL,
+        _SHARED_KINDS, stale_table, engine={**_SMALL, "decode": {"pages": 64, "max_batch": 1}},
     ),
 )  # fmt: skip
 """One for each fault of the engine."""
