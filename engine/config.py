@@ -32,6 +32,8 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     endpoint: str | None = None
     """Where records go: ``unix:PATH`` or ``HOST:PORT`` (OTLP/gRPC). None: records are not emitted."""
+    token: str | None = None
+    """What the guard's ``listen.token`` asks for."""
     board: str | None = None
     """The verdict board. None: no verdict is looked for."""
     gate: Literal["off", "sync", "async"] = "off"

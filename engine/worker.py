@@ -161,7 +161,12 @@ def run(name: str, role: Role, config: EngineConfig) -> None:
     drop = _losing() if role is Role.DECODE and Fault.LOST_TELEMETRY in config.faults else None
     try:
         emitter, provider = configure(
-            name, endpoint=guard.endpoint, queue=guard.queue, otlp_endpoint=config.otlp_endpoint, drop=drop
+            name,
+            endpoint=guard.endpoint,
+            token=guard.token,
+            queue=guard.queue,
+            otlp_endpoint=config.otlp_endpoint,
+            drop=drop,
         )
     except EmitError as error:
         raise ConfigError(f"guard.endpoint or otlp_endpoint: {error}") from error

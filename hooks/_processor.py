@@ -73,12 +73,13 @@ class GuardSpanProcessor(SpanProcessor):
     dropped: int
     failed: int
 
-    def __init__(self, endpoint: str, *, queue_size: int = 65536) -> None:
+    def __init__(self, endpoint: str, *, queue_size: int = 65536, token: str | None = None) -> None:
         """Starts the sender; it connects when there is something to send.
 
         Args:
             endpoint: ``unix:PATH`` or ``HOST:PORT``.
             queue_size: Records kept at most, those in the call that is under way included (about 1 kB each).
+            token: What the guard's ``listen.token`` asks for.
 
         Raises:
             EmitError: The endpoint is neither, or the queue holds nothing.
@@ -100,6 +101,7 @@ class GuardSpanProcessor(SpanProcessor):
         self._drops_told = 0
         self._told: dict[str, float] = {}
         self._channel = grpc.insecure_channel(_target(endpoint), options=_CHANNEL_OPTIONS)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._export = self._channel.unary_unary(METHOD, request_serializer=None, response_deserializer=None)
         self._thread = threading.Thread(target=self._run, name="kvguard-emit", daemon=True)
         self._thread.start()
@@ -224,7 +226,7 @@ class GuardSpanProcessor(SpanProcessor):
         pause = FIRST_PAUSE_S
         while not self._give_up.is_set():
             try:
-                reply = self._export(data, timeout=CALL_TIMEOUT_S)
+                reply = self._export(data, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
             except grpc.RpcError as error:
                 code, hint = error.code(), retry_hint(error)
                 if not is_retryable(code, hint):

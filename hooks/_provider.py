@@ -22,10 +22,10 @@ COLLECTOR_SHUTDOWN_S = 1.0
 
 
 def make_provider(
-    stream: str, endpoint: str | None, queue: int, service_name: str, otlp_endpoint: str | None
+    stream: str, endpoint: str | None, queue: int, service_name: str, otlp_endpoint: str | None, token: str | None
 ) -> tuple[TracerProvider, GuardSpanProcessor | None]:
     """The provider, and its way to the guard where there is one; see `hooks.emit.configure`."""
-    guard = GuardSpanProcessor(endpoint, queue_size=queue) if endpoint is not None else None
+    guard = GuardSpanProcessor(endpoint, queue_size=queue, token=token) if endpoint is not None else None
     collector: SpanProcessor | None = None
     if otlp_endpoint is not None:
         # Of the addresses that the exporter takes, it does not see by itself that a socket needs no TLS.

@@ -185,6 +185,7 @@ def configure(
     queue: int = 65536,
     service_name: str = "kvguard-engine",
     otlp_endpoint: str | None = None,
+    token: str | None = None,
     drop: Callable[[Record], bool] | None = None,
 ) -> tuple[Emitter, SdkTracerProvider | None]:
     """Makes a process's emitter and the tracer provider for its spans; call it once a process, after forking.
@@ -201,6 +202,7 @@ def configure(
         service_name: The resource's ``service.name``.
         otlp_endpoint: A second OTLP/gRPC receiver for records and request spans, as a URL (``http://HOST:PORT``,
             or ``https://`` for TLS; the ``OTEL_EXPORTER_OTLP_*`` variables apply) or ``unix:PATH``.
+        token: What the guard's ``listen.token`` asks for.
         drop: See `Emitter`.
 
     Returns:
@@ -221,7 +223,7 @@ def configure(
         raise EmitError("otlp_endpoint is empty: give a URL, or leave it out")
     from hooks._provider import make_provider
 
-    provider, sender = make_provider(stream, endpoint, queue, service_name, otlp_endpoint)
+    provider, sender = make_provider(stream, endpoint, queue, service_name, otlp_endpoint, token)
     return Emitter(stream, tracer_provider=provider, drop=drop, sender=sender), provider
 
 

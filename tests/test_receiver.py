@@ -22,7 +22,8 @@ from guard.receive.address import Address, BindError
 from guard.receive.grpc import SERVICE, GrpcReceiver
 from guard.receive.inbox import Inbox
 from guard.receive.otlp import Batch
-from guard.records import RecordError
+from guard.records import Free, PageSet, RecordError
+from hooks.emit import configure
 
 
 def free(seq: int, pages: str = "0-3", name: str = "kv.free") -> dict[str, Any]:
@@ -164,6 +165,21 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
         export(request(free(0)), metadata=(("authorization", "Bearer swordfish"),))
     assert inbox.depth == 1
     assert refused == ["unauthenticated"] * 3
+
+
+def test_an_emitter_shows_its_token(tmp_path: Path) -> None:
+    refused: list[str] = []
+    inbox = Inbox(10)
+    endpoint = f"unix:{tmp_path}/sock"
+    with receiving(endpoint, inbox, token="swordfish", on_refused=refused.append):
+        for token, counted in ((None, "records_failed"), ("sword", "records_failed"), ("swordfish", "records_sent")):
+            emitter, provider = configure("decode-0", endpoint=endpoint, token=token)
+            emitter.emit(Free(request="r1", tenant="tenant-a", pages=PageSet.parse("0-3")))
+            assert provider is not None
+            provider.shutdown()
+            assert emitter.counts[counted] == 1
+    assert inbox.depth == 1
+    assert refused == ["unauthenticated"] * 2
 
 
 def test_only_this_users_processes_can_reach_the_socket(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def serve(config: EngineConfig, listener: socket.socket | None) -> None:
     guard = config.guard
     try:
         emitter, provider = configure(
-            ROUTER, endpoint=guard.endpoint, queue=guard.queue, otlp_endpoint=config.otlp_endpoint
+            ROUTER, endpoint=guard.endpoint, token=guard.token, queue=guard.queue, otlp_endpoint=config.otlp_endpoint
         )
     except EmitError as error:
         raise ConfigError(f"guard.endpoint or otlp_endpoint: {error}") from error
