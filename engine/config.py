@@ -93,7 +93,13 @@ def load(path: Path) -> EngineConfig:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {explain(error)}") from error
+
+
+def explain(error: msgspec.MsgspecError) -> str:
+    """One line that names the field first: ``prefill.pages: Expected `int`, got `str```."""
+    message, at, where = " ".join(str(error).split()).partition(" - at `$")
+    return f"{where.strip('.`')}: {message}" if at else message
 
 
 def dump(config: EngineConfig) -> bytes:

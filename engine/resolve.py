@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, explain
 from engine.faults import SEEN_IN, Fault
 
 MAX_SOCKET_PATH = 107
@@ -38,7 +38,7 @@ def read(path: Path | None, sets: Sequence[str] = (), faults: Sequence[str] = ()
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: not YAML: {error}") from error
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
     raw = {} if raw is None else raw
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: a mapping of fields is needed, not a {type(raw).__name__}")
@@ -53,7 +53,7 @@ def read(path: Path | None, sets: Sequence[str] = (), faults: Sequence[str] = ()
     try:
         config = msgspec.convert(raw, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {explain(error)}") from error
     check(config)
     return config
 

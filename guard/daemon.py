@@ -31,14 +31,27 @@ from guard.runtime import Runtime
 
 EXIT_CONFIG, EXIT_BIND, EXIT_FAILED = 2, 3, 70
 _SWITCH_INTERVAL_S = 0.0005
+_EXITS = (
+    "Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address or the board is taken or "
+    "cannot be had, 70 the ledger failed: start it again."
+)
 
 
-@click.command(help=__doc__)
-@click.option("--config", "path", type=click.Path(), help="YAML file; see guard/config.py for its fields.")
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXITS)
+@click.option(
+    "--config",
+    "path",
+    type=click.Path(),
+    envvar="KVGUARD_CONFIG",
+    help="YAML file; see guard/config.py for its fields.",
+)
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Over the file, e.g. mode=enforce.")
 @click.version_option(__version__)
 def main(path: str | None, settings: tuple[str, ...]) -> None:
-    """Runs the guard until SIGTERM or SIGINT."""
+    """Run the guard beside an engine until SIGTERM or SIGINT.
+
+    It takes records over OTLP/gRPC, judges them, puts verdicts on the board and keeps incidents.
+    """
     # A receiver's thread that decodes must not keep the ledger's from a verdict for Python's usual 5 ms.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     stopping = threading.Event()

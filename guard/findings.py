@@ -10,7 +10,7 @@ from guard.records import PageSet
 
 
 class Kind(StrEnum):
-    """The kinds of `spec/findings.md`, worst first where two fire for one record."""
+    """The kinds of findings (version 1), worst first where two fire for one record."""
 
     FOREIGN_READ = "foreign-read"
     STALE_READ = "stale-read"

@@ -83,7 +83,7 @@ class HealthServer:
         try:
             self._server = Server((address.host, address.port), Requests)
         except OSError as error:
-            raise BindError(f"{address}: {error.strerror or error}") from error
+            raise BindError(f"listen.http {address}: {error.strerror or error}; choose another port") from error
         self.address = address._replace(port=self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="http", daemon=True

@@ -18,7 +18,7 @@ DEFAULT_ACTIONS: dict[Kind, Action] = {
     Kind.UNVERIFIED_TRANSFER: Action.OBSERVE,
     Kind.UNSCRUBBED_REUSE: Action.OBSERVE,
 }
-"""The actions of `spec/findings.md`."""
+"""What is done about each kind unless the operator says otherwise."""
 
 
 class Policy(BaseModel):

@@ -27,7 +27,9 @@ MAX_REQUEST_BYTES = 2 << 20
 """A larger request is cut in two: gRPC servers take 4 MiB unless told otherwise, and digests can be long."""
 
 FIRST_PAUSE_S = 0.02
-LAST_PAUSE_S = 1.0
+LAST_PAUSE_S = 0.1
+"""Well within the guard's reorder window (200 ms): of a guard that has come back, one stream must not be so much
+later than another that its records are taken for lost."""
 MAX_HINT_S = 30.0
 """A receiver that asks for a longer pause than this is asked again after this."""
 
@@ -40,7 +42,7 @@ _CHANNEL_OPTIONS = (
     # gRPC's own pauses between attempts to connect grow to two minutes; a restarted guard is wanted sooner.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 100),
     # One processor's failures must not delay another's attempts to connect.
     ("grpc.use_local_subchannel_pool", 1),
     # Records go to the guard beside the engine, never by way of the machine's HTTP proxy.

@@ -160,7 +160,8 @@ def run_block(block: Block, bench: Bench, stack: ExitStack) -> str:
         for command in block.commands():
             program, *words = command.split()
             assert program == "make", f"{block.where}: {command}: only a make target is too long to be run here"
-            assert words and set(words) <= makefile_targets(), f"{block.where}: {command}: there is no such target"
+            assert words, block.where
+            assert set(words) <= makefile_targets(), f"{block.where}: {command}: there is no such target"
         return ""
     if "serve" in block.marks:
         for command in block.commands():

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("guard", "engine", "hooks", "exporters")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
-HEAVY = ("torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "httptools", "uvloop", "blake3")
+HEAVY = (
+    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "httptools", "uvloop", "blake3",
+)  # fmt: skip
 """Import names of the `engine` extra."""
 
 
@@ -28,7 +30,7 @@ def name_of(path: Path) -> str:
 
 @cache
 def imports_of(path: Path) -> tuple[str, ...]:
-    """Every module that it imports, wherever in the file; of ``from a import b`` also ``a.b`` where that is a module."""
+    """Every module that it imports, wherever in the file; of ``from a import b``, ``a.b`` where that is a module."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

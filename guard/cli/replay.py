@@ -101,12 +101,15 @@ def _summary(request: Request) -> dict[str, Any]:
     }
 
 
-@click.command("replay")
+@click.command("replay", short_help="Judge recorded traces.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.option("--strict", is_flag=True, help="Stop at the first line or record that is not valid (exit 2).")
 @click.option(
-    "--config", type=click.Path(dir_okay=False), help="The guard's configuration: policy and ledger settings."
+    "--config",
+    type=click.Path(dir_okay=False),
+    envvar="KVGUARD_CONFIG",
+    help="The guard's configuration: policy and ledger settings.",
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="A.B=C", help="Override one field, e.g. policy.digests=require."
@@ -127,6 +130,8 @@ def command(files: tuple[str, ...], output: str, strict: bool, config: str | Non
     for name in files:
         _read(replay, name, strict)
     replay.finish()
+    if not replay.counts["kv"]:
+        click.echo("guardctl: no record was read, so nothing was judged", err=True)
     if output == "json":
         _print_json(replay)
     else:

@@ -10,7 +10,7 @@ import click
 import guard
 
 
-@click.command("version")
+@click.command("version", short_help="Print versions.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def command(output: str) -> None:
     """Print the version of this guardctl and of the record convention it speaks."""

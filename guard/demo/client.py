@@ -44,11 +44,16 @@ def new_canary(rng: random.Random) -> str:
     return "ZEBRA-" + "".join(rng.choice(LETTERS) + rng.choice(DIGITS) for _ in range(5))
 
 
-def leaked_bytes(canary: str, text: str) -> int:
-    """How many bytes of the canary's secret part stand in the text in a row; 0 when fewer than `SHORTEST_TRACE`."""
+def leaked(canary: str, text: str) -> str:
+    """The longest piece of the canary's secret part in the text; empty when it is shorter than `SHORTEST_TRACE`."""
     secret = canary.rpartition("-")[2]
     match = SequenceMatcher(None, secret, text, autojunk=False).find_longest_match()
-    return match.size if match.size >= SHORTEST_TRACE else 0
+    return secret[match.a : match.a + match.size] if match.size >= SHORTEST_TRACE else ""
+
+
+def leaked_bytes(canary: str, text: str) -> int:
+    """How many bytes of the canary's secret part stand in the text in a row; see `leaked`."""
+    return len(leaked(canary, text))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from guard.demo.client import TENANTS, Answer, Client, leaked_bytes
+from guard.demo.client import TENANTS, Answer, Client, leaked, leaked_bytes
 from guard.demo.scenarios import SCENARIOS, Played, Scenario
 from guard.demo.stand import Stand
 from guard.incidents.store import Incident, Store
@@ -33,6 +33,8 @@ class Unguarded:
     leaked: int = 0
     """Bytes of the canary's secret part in the answer."""
     text: str = field(default="", repr=False)
+    trace: str = field(default="", repr=False)
+    """The piece of the canary in the text."""
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Report:
         """The object that `guardctl demo -o json` prints: what was said is not in it."""
         faults = [asdict(result) for result in self.faults]
         for result in faults:
-            del result["without_guard"]["text"], result["with_guard"]["text"]
+            del result["without_guard"]["text"], result["without_guard"]["trace"], result["with_guard"]["text"]
         return {"faults": faults, "clean": asdict(self.clean) if self.clean else None, "ok": self.ok}
 
 
@@ -131,10 +133,10 @@ def _without(scenario: Scenario, folder: Path, progress: Progress) -> Unguarded:
         for number in range(TRIES if scenario.leaks_text else 1):
             progress(f"no guard, try {number + 1}")
             played = _play(scenario, stand)
-            leaked = leaked_bytes(played.canary, played.answer.text)
-            if number == 0 or leaked > result.leaked:
-                result = Unguarded(played.answer.status, leaked, played.answer.text)
-            if leaked:
+            trace = leaked(played.canary, played.answer.text)
+            if number == 0 or trace:
+                result = Unguarded(played.answer.status, len(trace), played.answer.text, trace)
+            if trace:
                 break
     return result
 

@@ -58,15 +58,18 @@ def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: W
     tenant = record.tenant or rs.tenant
     permitted = rs.permitted.get(pool.id, set())
     stale: list[Evidence] = []
-    by_label: dict[int, tuple[Taint, list[Evidence]]] = {}
+    by_label: dict[tuple[int, bool], tuple[Taint, list[Evidence]]] = {}
     for index, page in pool.within(record.pages):
         if not page.readable_by(rs):
             stale.append(Evidence(index, page))
         if index in permitted and rs.request.id in page.sharers:
             continue
         for taint in (page.label, *(writer.taint for writer in page.late)):
-            if taint.origins or taint.open:
-                by_label.setdefault(id(taint), (taint, []))[1].append(Evidence(index, page))
+            key = (id(taint), page.unvouched)
+            if key in by_label:
+                by_label[key][1].append(Evidence(index, page))
+            elif taint.origins or taint.open:
+                by_label[key] = (taint.doubted() if page.unvouched else taint, [Evidence(index, page)])
     # Pages beyond a pool's end may be any number.
     stale += [Evidence(index, None) for index in islice(pool.beyond(record.pages), 1024)]
     _stale_read(world, rs, record, pool, where, stale)
@@ -100,15 +103,13 @@ def _foreign_read(
     world: World, rs: RequestStream, tenant: str, pool: PoolState, where: Where, taint: Taint,
     evidence: list[Evidence],
 ) -> Callable[[], None]:  # fmt: skip
-    # Whether the guard had lost sight of the pages is a matter of this moment, not of when the label grows.
-    sure = any(e.page is not None and not e.page.unvouched for e in evidence)
-
     def check() -> None:
         foreign = taint.foreign_to(tenant)
         if foreign:
             world.report(
                 Kind.FOREIGN_READ, where, pool.id, rs, evidence=[Evidence(e.page_index, None) for e in evidence],
-                tenants=foreign, requests=world.foreign_requests(taint, foreign), degraded=not sure,
+                tenants=foreign, requests=world.foreign_requests(taint, foreign),
+                degraded=not taint.surely_foreign_to(tenant),
                 reason=f"read pages that hold data of {len(foreign)} other tenant(s)",
             )  # fmt: skip
             crossing(world, rs.request)

@@ -39,9 +39,8 @@ def _take_source(world: World, rs: RequestStream, record: TransferBegin, transfe
     for index, page in pool.within(record.pages):
         if page.owner is not rs and rs.request.id not in page.sharers:
             gone.append(Evidence(index, page))
-        transfer.taint.absorb(page.label)
-        for writer in page.late:
-            transfer.taint.absorb(writer.taint)
+        for taint in (page.label, *(writer.taint for writer in page.late)):
+            transfer.taint.absorb(taint, doubtful=page.unvouched)
         page.outgoing.append(transfer)
     if gone:
         world.report(

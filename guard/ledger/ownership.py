@@ -106,7 +106,7 @@ def _foreign_share(
         if foreign:
             world.report(
                 Kind.FOREIGN_SHARE, where, pool.id, rs, evidence=[Evidence(index, page)], tenants=foreign,
-                requests=world.foreign_requests(label, foreign),
+                requests=world.foreign_requests(label, foreign), degraded=not label.surely_foreign_to(tenant),
                 reason="a prefix-cache hit on pages that another tenant's data went into",
             )  # fmt: skip
 

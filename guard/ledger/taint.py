@@ -8,6 +8,9 @@ holds only what hangs on transfers in flight.
 
 Growth is monotone and independent of order, which is what makes verdicts independent of the order in which
 the streams' records arrive.
+
+What was copied out of a page that the guard had lost sight of is doubtful, and so is all that is made from it: the
+page's label may be that of bytes which are long gone.
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ MAX_ORIGINS = 8
 class Taint:
     """One label. Made open or closed; see the module's docstring."""
 
-    __slots__ = ("_outs", "_pending", "_watchers", "origins")
+    __slots__ = ("_outs", "_pending", "_watchers", "origins", "sure")
 
     def __init__(self, origins: Origins | None = None, *, pending: int = 0) -> None:
         self.origins: Origins = origins if origins is not None else {}
+        self.sure: frozenset[str] = frozenset(self.origins)
+        """The tenants among them that are there beyond doubt."""
         self._pending = pending
         """How many sources may still add: inputs that are open, and one for a transfer that has not ended."""
-        self._outs: list[Taint] = []
+        self._outs: list[tuple[Taint, bool]] = []
+        """Those made from it, and whether what they take is doubtful."""
         self._watchers: list[Callable[[], None]] = []
 
     @property
@@ -45,14 +51,24 @@ class Taint:
         """The tenants in it that `tenant` must not see."""
         return {t for t in self.origins if t != tenant and t != PUBLIC}
 
-    def absorb(self, other: Taint) -> None:
+    def surely_foreign_to(self, tenant: str) -> bool:
+        """Whether one of those is in it beyond doubt."""
+        return any(t != tenant and t != PUBLIC for t in self.sure)
+
+    def doubted(self) -> Taint:
+        """What a copy of the bytes has for a label when it is not certain that this is theirs."""
+        copy = Taint()
+        copy.absorb(self, doubtful=True)
+        return copy
+
+    def absorb(self, other: Taint, *, doubtful: bool = False) -> None:
         """Takes in all that `other` holds and will hold. Only while open, or before anything was made from it."""
         if other is self:
             return
-        self._add(other.origins)
+        self._add(other.origins, frozenset() if doubtful else other.sure)
         if other.open:
             self._pending += 1
-            other._outs.append(self)
+            other._outs.append((self, doubtful))
 
     def close_one(self) -> None:
         """One source will add no more."""
@@ -61,7 +77,7 @@ class Taint:
             node = closing.pop()
             node._pending -= 1
             if node._pending == 0:
-                closing += node._outs
+                closing += [out for out, _ in node._outs]
                 node._outs = []
                 node._watchers = []
 
@@ -70,17 +86,17 @@ class Taint:
         if self.open:
             self._watchers.append(callback)
 
-    def _add(self, origins: Origins) -> None:
+    def _add(self, origins: Origins, sure: frozenset[str]) -> None:
         grown: list[Taint] = []
-        adding: list[tuple[Taint, Origins]] = [(self, origins)]
+        adding: list[tuple[Taint, Origins, frozenset[str]]] = [(self, origins, sure)]
         while adding:
-            node, more = adding.pop()
+            node, more, surely = adding.pop()
             union = merge(node.origins, more)
-            if union is node.origins:
+            if union is node.origins and surely <= node.sure:
                 continue
-            node.origins = union
+            node.origins, node.sure = union, node.sure | surely
             grown.append(node)
-            adding += [(out, union) for out in node._outs]
+            adding += [(out, union, frozenset() if doubtful else node.sure) for out, doubtful in node._outs]
         for node in grown:
             for callback in tuple(node._watchers):
                 callback()
@@ -99,7 +115,7 @@ def join(taints: Iterable[Taint]) -> Taint:
         return distinct[0]
     first = distinct[0]
     if not any(t.open for t in distinct[1:]) and all(
-        merge(first.origins, t.origins) is first.origins for t in distinct[1:]
+        merge(first.origins, t.origins) is first.origins and t.sure <= first.sure for t in distinct[1:]
     ):
         return first
     union = Taint()
