@@ -36,6 +36,9 @@ MAX_HINT_S = 30.0
 CALL_TIMEOUT_S = 5.0
 """After this a call is given up and made again: a guard that hangs must not look like one that is slow."""
 
+AWAY_S = 0.5
+"""How long a shutdown waits for a guard that is away: an engine has more to stop than this."""
+
 WARN_EVERY_S = 10.0
 
 _CHANNEL_OPTIONS = (
@@ -141,13 +144,18 @@ class GuardSpanProcessor(SpanProcessor):
         return marker.wait(timeout_millis / 1000)
 
     def shutdown(self, timeout_millis: int = 2_000) -> None:
-        """Sends what waits for as long as the timeout allows, and stops; what is left counts as dropped."""
+        """Sends what waits for as long as the timeout allows, and stops; what is left counts as dropped.
+
+        A guard that cannot be reached is waited for `AWAY_S` at most.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._queue.put(self._end)
-        if not self._end.wait(timeout_millis / 1000):
+        timeout_s = timeout_millis / 1000
+        at_first = min(timeout_s, AWAY_S)
+        if not self._end.wait(at_first) and not (self._reachable and self._end.wait(timeout_s - at_first)):
             self._give_up.set()
         # Ends a call that is under way, upon which the sender drops the rest without any waiting.
         self._channel.close()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +153,7 @@ class Guarded:
             place = (record.epoch, record.seq)
             last[record.stream] = max(place, last.get(record.stream, place))
         board = self.board()
-        for stream, (epoch, seq) in last.items():
-            until(lambda stream=stream, epoch=epoch, seq=seq: board.watermark(stream, epoch) >= seq)
+        until(lambda: all(board.watermark(stream, epoch) >= seq for stream, (epoch, seq) in last.items()))
         board.close()
 
     def incidents(self, **which: Any) -> list[Incident]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -28,7 +28,7 @@ class RecordSink:
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
-    def __enter__(self) -> RecordSink:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -467,21 +467,21 @@ def record_pauses(monkeypatch: pytest.MonkeyPatch, wired: Wired) -> list[float]:
     return pauses
 
 
-def test_pauses_grow_from_20_ms_to_a_second(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_from_20_ms_to_100(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     wired = wire()
     pauses = record_pauses(monkeypatch, wired)
     refused: list[int] = []
 
-    def nine_times(request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
-        if len(refused) < 9:
+    def five_times(request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+        if len(refused) < 5:
             refused.append(1)
             context.abort(grpc.StatusCode.ABORTED, "no")
         return ExportTraceServiceResponse()
 
-    wired.receiver.answer = nine_times
+    wired.receiver.answer = five_times
     wired.emitter.emit(READ)
     wired.flush()
-    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+    assert pauses == [0.02, 0.04, 0.08, 0.1, 0.1]
     assert wired.receiver.seqs == [0]
 
 
@@ -567,11 +567,11 @@ def test_a_fault_in_the_sender_loses_its_batch_and_not_the_sender(
     export = wired.processor._export
     calls: list[int] = []
 
-    def odd(data: bytes, timeout: float) -> bytes:
+    def odd(data: bytes, **options: Any) -> bytes:
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("odd")
-        reply = export(data, timeout=timeout)
+        reply = export(data, **options)
         assert isinstance(reply, bytes)
         return reply
 

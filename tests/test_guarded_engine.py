@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_fixtures import ALICE, BOB
 from guard_process import until
 from guarded import COMPLETIONS, KEYS, STREAMS, Guarded, counter, guardctl, guarded_engine
 
 from engine.config import PoolConfig
-from engine_fixtures import ALICE, BOB
 from guard.act.board import Verdict
 from guard.findings import Kind
-from guard.records import Pool, Record, RequestEnd, Respond
+from guard.records import Pool, RequestEnd, Respond
 
 pytestmark = pytest.mark.engine
 
@@ -147,7 +147,7 @@ def test_records_and_spans_are_in_the_clients_trace(correct: Guarded) -> None:
     for span in records:
         while span.parent_span_id != server.span_id:
             span = spans[span.parent_span_id]
-    assert len(records) == len([r for r in correct.sink.records(request)])
+    assert len(records) == len(correct.sink.records(request))
     assert "traced" not in str(spans), "no prompt is in any of it"
 
 
@@ -196,14 +196,20 @@ def test_a_worker_that_dies_under_load_is_no_leak(correct: Guarded, worker: str)
     many_mixed(correct, 12)
     assert len([r for r in correct.sink.records(stream=worker) if isinstance(r, Pool)]) == len(started) + 1
     correct.until_judged()
-    assert not correct.kinds() & HURT, correct.findings()
+    nobody_was_hurt(correct)
 
 
 def test_nothing_was_found_in_all_this(correct: Guarded) -> None:
     """Last: what the guard says when engine and guard have stopped in order."""
     assert correct.engine.stop() == 0
     assert correct.stop_guard() == 0
-    assert not correct.kinds() & HURT, correct.findings()
+    nobody_was_hurt(correct)
+
+
+def nobody_was_hurt(pair: Guarded) -> None:
+    """A process that is killed takes its last records with it; what rests on those is said to be doubtful."""
+    assert [f for f in pair.findings().values() if f["kind"] in HURT and f["confidence"] == "full"] == []
+    assert "killed" not in {incident.action for incident in pair.incidents()}
 
 
 # A broken one
@@ -306,13 +312,15 @@ def test_cut_in_the_middle() -> None:
         error = error_event(text)
         assert error["code"] == "kv_guard_killed"
         assert "[DONE]" not in text
-        assert (alices.status_code, alices.json()["error"]["code"]) == (503, "kv_guard_killed")
+        # The engine's own check of what arrived may come before the verdict.
+        assert alices.json()["error"]["code"] in ("kv_guard_killed", "transfer_failed")
         incident = pair.incident(bob, Kind.DOUBLE_OWNER)
         assert incident.id == error["incident"]
         assert (incident.action, incident.mode, incident.disclosed) == ("killed", "enforce", False)
         assert incident.verdict_ns is not None
         assert incident.record_ns < incident.verdict_ns
         assert any(record["offending"] for record in incident.records)
+        assert pair.incident(alices.headers["x-request-id"]).action == "killed"
         until(lambda: pair.incident(bob).abort_result == "status 200")
         assert pair.metrics()['kvguard_engine_kills_total{when="mid_stream"}'] == 1
 
@@ -394,6 +402,10 @@ def test_without_a_guard_a_closed_gate_stays_closed() -> None:
         assert pair.stop_guard() == 0
         is_unavailable(pair.complete("x", max_tokens=4))
         assert until(lambda: pair.metrics().get(counter("kv_guard_unavailable"), 0)) > 0
+        # Nor does an engine that is to stop: it says what it could not tell any more.
+        assert pair.engine.stop() == 0
+        assert not any("did not stop in time" in line for line in pair.engine.stderr)
+        assert any(line.startswith("decode-0: ") and "have been dropped" in line for line in pair.engine.stderr)
 
 
 def is_guarded(pair: Guarded) -> None:

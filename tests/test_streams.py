@@ -149,6 +149,45 @@ def test_a_finding_is_sure_when_one_of_its_pages_is() -> None:
 # Repeats
 
 
+def test_what_is_made_from_pages_out_of_sight_is_doubtful_too() -> None:
+    rig = Rig()
+    rig.left_behind("d", "a1", "0-1")
+    rig.prefilled("b1")
+    rig.alloc("d", "b1", "0-1")
+    rig.lose("p")  # the begin: as far as the guard can see, a1's bytes are in the pages yet
+    rig.ended("d", "recv", "b1", "0-1")
+    rig.read("d", "b1", "0-1")
+    rig.alloc("d", "b1", "2")
+    rig.write("d", "b1", "2", tokens=12)
+    rig.read("d", "b1", "0-2")
+    rig.respond("d", "b1")
+    rig.end()
+    assert rig.one(Kind.FOREIGN_READ).pages == pages("0-2")
+    others = [finding for finding in rig.found if finding.kind is not Kind.STREAM_GAP]
+    assert {finding.confidence for finding in others} == {Confidence.DEGRADED}
+    assert rig.ledger.requests["b1"].verdict == "allow"
+
+
+def test_doubt_goes_with_the_bytes_to_the_other_side_and_into_the_cache() -> None:
+    rig = Rig()
+    rig.left_behind("p", "a1", "0")
+    rig.alloc("p", "b1", "0")
+    rig.lose("p")  # b1's write
+    rig.alloc("p", "b1", "1")
+    rig.write("p", "b1", "1", tokens=8)
+    rig.alloc("d", "b1", "0-1")
+    rig.sent("b1", "0-1", "0-1")
+    rig.read("d", "b1", "0-1")
+    rig.over("p", "b1")
+    rig.cache("p", "b1", "0-1")
+    rig.share("p", "b2", "0-1")
+    rig.read("p", "b2", "0-1")
+    rig.end()
+    assert rig.kinds() == {"stream-gap", "stale-read", "foreign-read", "foreign-share"}
+    others = [finding for finding in rig.found if finding.kind is not Kind.STREAM_GAP]
+    assert {finding.confidence for finding in others} == {Confidence.DEGRADED}
+
+
 def test_a_record_told_again_is_silent() -> None:
     rig = Rig()
     records = clean(rig)

@@ -86,6 +86,24 @@ def test_a_chain_of_any_length_closes_without_recursion() -> None:
     assert not node.open
 
 
+def test_doubt_flows_on_with_what_is_added() -> None:
+    flight = Taint(pending=1)
+    copied = join((flight.doubted(), of("a")))
+    flight.absorb(of("b"))
+    assert copied.foreign_to("a") == {"b"}
+    assert not copied.surely_foreign_to("a")
+    assert flight.surely_foreign_to("a")
+    flight.close_one()
+    assert not copied.open
+
+
+def test_what_is_sure_from_anywhere_is_sure() -> None:
+    doubtful = of("b").doubted()
+    assert join((doubtful, doubtful)) is doubtful
+    assert join((doubtful, of("b"))).surely_foreign_to("a")
+    assert not doubtful.surely_foreign_to("a")
+
+
 ORIGINS = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 30).map(str)).map(sorted).map(tuple))
 
 

