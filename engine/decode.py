@@ -399,13 +399,11 @@ class DecodeStage:
             if not theirs or state in (State.RUNNING, State.DRAINING) or request.sequence.output:
                 continue
             if state is not State.WAITING:
-                # Its process is gone, and so is the writer. The tags tell what it had begun.
-                touched = self._landing.touched(request)
+                # Its process is gone, and so is the writer. Whether it had begun, nobody can tell any more.
                 if state is State.STOPPING:
-                    self._stopped(request, touched)
+                    self._stopped(request, request.landing)
                     continue
-                if touched:
-                    self._landing.ended(request, TransferStatus.ABORTED, touched, 0)
+                self._landing.ended(request, TransferStatus.ABORTED, request.landing, 0)
                 self._landing.let_go(request)
             self._end(request, Outcome.ABORTED)
             self._host.fail(request.name, 503, "worker_failed", f"{worker} died.")

@@ -105,10 +105,6 @@ class Landing:
         for pages in self._pool.unhold(request.transfer).values():
             self._host.freed(request.sequence, pages)
 
-    def touched(self, request: Answer) -> list[int]:
-        """Pages that a sender who is gone without a word had begun to write, as their tags tell."""
-        return [page for page in request.landing if self._pool.tags[page].any()]
-
     def _problem(self, request: Answer, handoff: Handoff, digests: list[str] | None) -> str:
         """What is wrong with what arrived; empty if nothing is."""
         whole = handoff.pages == request.landing and handoff.tokens == len(request.message.prompt)

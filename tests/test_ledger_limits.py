@@ -107,3 +107,19 @@ def test_the_guards_counters_are_the_ledgers(tmp_path: Path) -> None:
     assert runtime.counters.records_dropped == 2
     runtime.stop()
     board.close()
+
+
+def test_a_receiver_whose_sender_died_before_its_begin_is_believed() -> None:
+    rig = Rig(window_ms=200)
+    rig.admit("d", "a1")
+    rig.alloc("d", "a1", "0-1")
+    rig.over("d", "a1", "aborted")
+    rig.ended("d", "recv", "a1", "0-1", status="aborted")
+    rig.free("d", "a1", "0-1")
+    rig.advance(250)
+    assert rig.kinds() == set()
+    # Should the begin have been on its way all the same: it is over at the receiver.
+    rig.prefilled("a1")
+    rig.begin("a1", "0-1", "0-1")
+    rig.advance(250)
+    assert rig.kinds() == set()

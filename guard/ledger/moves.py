@@ -25,6 +25,9 @@ def begin(world: World, stream: Stream, rs: RequestStream, record: TransferBegin
     if slash and piece.isdecimal():
         world.pieces.setdefault(base, {})[transfer.id] = transfer
     _take_source(world, rs, record, transfer, where)
+    if transfer.id in world.given_up or base in world.given_up:
+        transfer.received = True
+        return
     pool = world.pool(record.peer_pool)
     receiver = rs.request.streams.get(pool.stream)
     for index in pool.clip(record.peer_pages):
@@ -130,6 +133,10 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
 
 
 def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where) -> None:
+    world.note_given_up(record.transfer)
+    if record.status is not TransferStatus.OK:
+        # A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
+        return
     world.gaps += 1
     pool = world.pool(record.pool_id, where.stream)
     rs.degraded = True

@@ -76,6 +76,8 @@ class World:
         """Bare id → pieces begun."""
         self.done: OrderedDict[str, str] = OrderedDict()
         """Ids of transfers that both sides ended, lately, and the pools that they went to."""
+        self.given_up: OrderedDict[str, None] = OrderedDict()
+        """Ids of transfers that a receiver ended, lately, although their begin had not come."""
         self.suspects: list[tuple[int | None, Late]] = []
         """Late writers that wait to be confirmed, with their deadlines."""
         self.findings: dict[tuple[Kind, str | None, str | None], Finding] = {}
@@ -149,6 +151,12 @@ class World:
         self.done[transfer] = pool
         if len(self.done) > self.settings.max_ended:
             self.done.popitem(last=False)
+
+    def note_given_up(self, transfer: str) -> None:
+        """The receiver ended a transfer whose begin did not come in time; should it come yet, it is over here."""
+        self.given_up[transfer] = None
+        if len(self.given_up) > self.settings.max_ended:
+            self.given_up.popitem(last=False)
 
     def unlist_incoming(self, transfer: Transfer) -> None:
         """Its destination pages wait for it no more."""
