@@ -67,6 +67,18 @@ def many_mixed(pair: Guarded, count: int = 60) -> None:
         assert list(pool.map(lambda number: mixed(pair, number), range(count))) == [200] * count
 
 
+def until_preempted(pair: Guarded) -> None:
+    """Requests of which three fill decode's 24 pages, so that the next page of any of them is another's."""
+    prompt = "The harbour is open. " * 5 + "Note 1234."
+    for _ in range(20):
+        with ThreadPoolExecutor(6) as pool:
+            served = pool.map(lambda n: pair.complete(prompt, KEYS[n % 4], max_tokens=60).status_code, range(6))
+            assert list(served) == [200] * 6
+        if pair.counted("preemptions"):
+            return
+    pytest.fail("nobody was preempted")
+
+
 @pytest.fixture(scope="module")
 def correct() -> Iterator[Guarded]:
     """An engine without a fault, with too few pages for all that it is asked at once."""
@@ -81,9 +93,9 @@ def correct() -> Iterator[Guarded]:
 
 def test_a_correct_engine_has_no_finding(correct: Guarded) -> None:
     many_mixed(correct)
+    until_preempted(correct)
     assert correct.counted("gate_timeouts") == 0
     assert correct.counted("gate_waits") > 0
-    assert correct.counted("preemptions") > 0
     assert correct.counted("prefix_hit_tokens", "prefill-0") > 0
     correct.until_judged()
     assert correct.findings() == {}
@@ -101,8 +113,8 @@ def test_a_correct_engine_over_tcp_in_pieces_has_no_finding() -> None:
         guard={"policy": {"digests": "require"}},
     ) as pair:
         many_mixed(pair)
+        until_preempted(pair)
         assert pair.counted("gate_timeouts") == 0
-        assert pair.counted("preemptions") > 0
         # Both say all they know when they are told to stop.
         assert pair.engine.stop() == 0
         assert pair.stop_guard() == 0

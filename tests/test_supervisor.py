@@ -248,7 +248,7 @@ def test_check_and_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("change", "names"),
     [
         ("port=70000", "port: 70000"),
-        ("port=x", "$.port"),
+        ("port=x", "port: Expected"),
         ("nonsense=1", "nonsense"),
         ("guard.nonsense=1", "nonsense"),
         ("prefill.pages=0", "prefill.pages: 0"),
