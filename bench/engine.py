@@ -17,7 +17,7 @@ from pathlib import Path
 from guard.demo.client import ALICE, BOB, CAROL, DAVE, Client
 from guard.demo.stand import Stand
 
-ROUNDS = 5
+ROUNDS = 9
 STREAMS = 8
 TOKENS = 96
 THREADS = 2
