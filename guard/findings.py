@@ -79,9 +79,6 @@ SEVERITY: dict[Kind, Severity] = {
 }  # fmt: skip
 """Severity by kind."""
 
-QUARANTINES = frozenset((Kind.FOREIGN_READ, Kind.FOREIGN_WRITE, Kind.DOUBLE_OWNER, Kind.FREE_IN_FLIGHT))
-"""Kinds whose pages are not to be reused until scrubbed, when the action is `quarantine` or `kill`."""
-
 
 @dataclass(eq=False)
 class Finding:

@@ -4,7 +4,7 @@ import pytest
 from ledger_rig import Rig
 from pydantic import ValidationError
 
-from guard.findings import QUARANTINES, SEVERITY, Action, Confidence, Kind, Severity
+from guard.findings import SEVERITY, Action, Confidence, Kind, Severity
 from guard.policy import DEFAULT_ACTIONS, Policy
 
 SPEC = {
@@ -33,7 +33,6 @@ SPEC = {
 def test_the_table_of_the_specification() -> None:
     assert {k.value: (SEVERITY[k].value, Policy().action(k).value) for k in Kind} == SPEC
     assert set(DEFAULT_ACTIONS) == set(Kind)
-    assert {Kind.FOREIGN_READ, Kind.FOREIGN_WRITE, Kind.DOUBLE_OWNER, Kind.FREE_IN_FLIGHT} == QUARANTINES
 
 
 def test_actions_from_weakest() -> None:

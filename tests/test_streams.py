@@ -385,10 +385,3 @@ def test_an_invalid_record_takes_its_place_and_does_nothing() -> None:
     rig.advance(1000)
     assert rig.found == []
     assert rig.ledger.watermark("d") == (1, 3)
-
-
-def test_a_new_policy_holds_from_now_on() -> None:
-    rig = Rig()
-    rig.ledger.set_policy(Policy.model_validate({"actions": {"double-free": "kill"}}))
-    rig.free("d", "a1", "0")
-    assert rig.ledger.requests["a1"].verdict == "kill"

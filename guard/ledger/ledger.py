@@ -96,10 +96,6 @@ class Ledger:
         """How often something was missed: holes given up, sequences that ran backwards, unknown transfers."""
         return self._world.gaps
 
-    def set_policy(self, policy: Policy) -> None:
-        """From now on findings are judged by this policy."""
-        self._world.policy = policy
-
     def watermark(self, stream: str) -> tuple[int, int]:
         """(epoch, seq): every record of the stream up to it is judged; (-1, -1) for an unknown stream."""
         state = self._streams.get(stream)

@@ -33,7 +33,7 @@ def pool(world: World, stream: Stream, record: Pool, where: Where) -> None:
     state = world.pool(record.pool_id)
     state.stream = stream.name
     state.size, state.page_tokens = record.pages, record.page_tokens
-    state.context_limit, state.role = record.context_limit, record.role
+    state.role = record.role
     holds = record.pages * record.page_tokens
     if record.role is not Role.ROUTER and holds < record.context_limit:
         world.report(

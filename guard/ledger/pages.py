@@ -48,7 +48,6 @@ class PoolState:
     """One page pool, as large as its `kv.pool` record says; pages are made when first touched."""
 
     __slots__ = (
-        "context_limit",
         "id",
         "incoming",
         "limit",
@@ -68,7 +67,6 @@ class PoolState:
         self.size = limit
         """Pages, once announced."""
         self.page_tokens: int | None = None
-        self.context_limit: int | None = None
         self.role: Role | None = None
         self.lost_sight = False
         self.pages: dict[int, Page] = {}

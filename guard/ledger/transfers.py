@@ -57,13 +57,6 @@ class Transfer:
             self.sent_at.seq,
         )
 
-    def forget_if_done(self) -> bool:
-        """Whether both sides ended; drops it from its request then."""
-        if self.received and self.sent is not None:
-            self.request.transfers.pop(self.id, None)
-            return True
-        return False
-
 
 class Late:
     """A writer that may still come to a page that its request gave up (or never had).
