@@ -123,3 +123,12 @@ def test_a_receiver_whose_sender_died_before_its_begin_is_believed() -> None:
     rig.begin("a1", "0-1", "0-1")
     rig.advance(250)
     assert rig.kinds() == set()
+
+
+def test_another_streams_word_gives_no_transfer_up() -> None:
+    rig = Rig(window_ms=200, pools="p d u")
+    rig.ended("u", "recv", "a1", "0-1", status="aborted")
+    rig.advance(250)
+    rig.handed_over("a1")
+    rig.read("d", "a1", "0-1")
+    assert rig.kinds() == set()

@@ -25,7 +25,8 @@ def begin(world: World, stream: Stream, rs: RequestStream, record: TransferBegin
     if slash and piece.isdecimal():
         world.pieces.setdefault(base, {})[transfer.id] = transfer
     _take_source(world, rs, record, transfer, where)
-    if transfer.id in world.given_up or base in world.given_up:
+    # The receiver ended it when its begin had not come in time: it is over there.
+    if record.peer_pool in (world.given_up.get(transfer.id), world.given_up.get(base)):
         transfer.received = True
         return
     pool = world.pool(record.peer_pool)
@@ -133,7 +134,7 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
 
 
 def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where) -> None:
-    world.note_given_up(record.transfer)
+    world.remember(world.given_up, record.transfer, record.pool_id)
     if record.status is not TransferStatus.OK:
         # A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
         return

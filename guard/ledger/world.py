@@ -76,8 +76,8 @@ class World:
         """Bare id → pieces begun."""
         self.done: OrderedDict[str, str] = OrderedDict()
         """Ids of transfers that both sides ended, lately, and the pools that they went to."""
-        self.given_up: OrderedDict[str, None] = OrderedDict()
-        """Ids of transfers that a receiver ended, lately, although their begin had not come."""
+        self.given_up: OrderedDict[str, str] = OrderedDict()
+        """Ids of transfers that were ended, lately, although their begin had not come → the pool that said so."""
         self.suspects: list[tuple[int | None, Late]] = []
         """Late writers that wait to be confirmed, with their deadlines."""
         self.findings: dict[tuple[Kind, str | None, str | None], Finding] = {}
@@ -144,19 +144,14 @@ class World:
             self.pieces[base].pop(transfer.id, None)
             if not self.pieces[base]:
                 del self.pieces[base]
-                self._note_done(base, transfer.pool)
-        self._note_done(transfer.id, transfer.pool)
+                self.remember(self.done, base, transfer.pool)
+        self.remember(self.done, transfer.id, transfer.pool)
 
-    def _note_done(self, transfer: str, pool: str) -> None:
-        self.done[transfer] = pool
-        if len(self.done) > self.settings.max_ended:
-            self.done.popitem(last=False)
-
-    def note_given_up(self, transfer: str) -> None:
-        """The receiver ended a transfer whose begin did not come in time; should it come yet, it is over here."""
-        self.given_up[transfer] = None
-        if len(self.given_up) > self.settings.max_ended:
-            self.given_up.popitem(last=False)
+    def remember(self, ids: OrderedDict[str, str], transfer: str, pool: str) -> None:
+        """Puts a transfer that is over into `done` or `given_up`; the oldest goes when there are too many."""
+        ids[transfer] = pool
+        if len(ids) > self.settings.max_ended:
+            ids.popitem(last=False)
 
     def unlist_incoming(self, transfer: Transfer) -> None:
         """Its destination pages wait for it no more."""
@@ -232,10 +227,9 @@ class World:
                 pool=pool, stream=where.stream, epoch=where.epoch, seq=where.seq, time_ns=where.time_ns,
                 transfer=transfer, reason=reason, confidence=Confidence.DEGRADED,
             )  # fmt: skip
-            before = None
+            before: tuple[object, ...] | None = None
         else:
-            before = (len(finding.pages), finding.action, finding.confidence, len(finding.subjects),
-                      len(finding.other_tenants), len(finding.other_requests), finding.seq)  # fmt: skip
+            before = _extent(finding)
         known = (finding.time_ns, finding.stream, finding.epoch, finding.seq)
         if where < known or (where == known and (transfer or "") < (finding.transfer or "")):
             finding.time_ns, finding.stream, finding.epoch, finding.seq = where
@@ -253,12 +247,18 @@ class World:
             if finding not in request.findings:
                 request.findings.append(finding)
         finding.subjects.update(request.id for request in hit)
-        after = (len(finding.pages), finding.action, finding.confidence, len(finding.subjects),
-                 len(finding.other_tenants), len(finding.other_requests), finding.seq)  # fmt: skip
-        if before != after:
+        if before != _extent(finding):
             self.on_finding(finding, new)
         return finding
 
     def foreign_requests(self, taint: Taint, tenants: Iterable[str]) -> set[str]:
         """The requests that those tenants' bytes in it come from."""
         return {request for tenant in tenants for request in taint.origins.get(tenant, ())}
+
+
+def _extent(finding: Finding) -> tuple[object, ...]:
+    """What differs when more was added to a finding."""
+    return (
+        len(finding.pages), finding.action, finding.confidence, len(finding.subjects), len(finding.other_tenants),
+        len(finding.other_requests), finding.seq,
+    )  # fmt: skip
