@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from engine.answer import Answer, State
-from engine.faults import Fault
+from engine.faults import UNTAGGED, Fault
 from engine.fleet import ROUTER
 from engine.gate import Gate, Refuse, Release
 from engine.host import Host
@@ -24,18 +24,6 @@ from guard.records import Admit, Alloc, Outcome, Read, Respond, TransferStatus, 
 
 _EARLY = 4096
 """Hand-offs kept for requests that have not come yet."""
-_UNCHECKED = frozenset(
-    {
-        Fault.SWALLOWED_REJECT,
-        Fault.EARLY_FREE,
-        Fault.LEASE_EXPIRY,
-        Fault.ARRIVE_BEFORE_VISIBLE,
-        Fault.PARTIAL_TRANSFER,
-        Fault.DOUBLE_FREE,
-        Fault.STALE_BLOCK_TABLE,
-    }
-)
-"""Faults from engines whose pages bore no owner tag: with these, tags are not looked at."""
 
 
 class DecodeStage:
@@ -57,7 +45,7 @@ class DecodeStage:
         self._runner = Runner(
             host.model,
             host.pool,
-            check_tags=not _UNCHECKED.intersection(self._faults),
+            check_tags=not UNTAGGED.intersection(self._faults),
             between_layers=self._let_out,
         )
         self._limit = min(host.pool.pages * host.pool.page_tokens, host.model.config.context)
@@ -398,11 +386,11 @@ class DecodeStage:
             theirs = message.prefill == worker and message.prefill_epoch <= epoch
             if not theirs or state in (State.RUNNING, State.DRAINING) or request.sequence.output:
                 continue
-            if state is not State.WAITING:
-                # Its process is gone, and so is the writer. Whether it had begun, nobody can tell any more.
-                if state is State.STOPPING:
-                    self._stopped(request, request.landing)
-                    continue
+            # Its process is gone, and so is the writer. Whether it had begun, nobody can tell any more.
+            if state is State.STOPPING:
+                self._stopped(request, request.landing)
+                continue
+            if state is State.RESERVED:
                 self._landing.ended(request, TransferStatus.ABORTED, request.landing, 0)
                 self._landing.let_go(request)
             self._end(request, Outcome.ABORTED)

@@ -32,3 +32,16 @@ SEEN_IN: dict[Fault, str] = {
     Fault.LOST_TELEMETRY: "OpenTelemetry's stock batch processor drops the oldest spans when its queue is full",
     Fault.STALE_BLOCK_TABLE: "vLLM issue 37076: a batch slot reused with its last request's block table",
 }
+
+UNTAGGED = frozenset(
+    {
+        Fault.SWALLOWED_REJECT,
+        Fault.EARLY_FREE,
+        Fault.LEASE_EXPIRY,
+        Fault.ARRIVE_BEFORE_VISIBLE,
+        Fault.PARTIAL_TRANSFER,
+        Fault.DOUBLE_FREE,
+        Fault.STALE_BLOCK_TABLE,
+    }
+)
+"""Faults from engines whose pages bore no owner tag: with these, tags are not looked at."""
