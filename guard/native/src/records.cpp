@@ -1,0 +1,241 @@
+#include "records.hpp"
+
+#include <cstring>
+
+namespace kvguard {
+
+static_assert(sizeof(kvg_record) == KVG_ROW_BYTES);
+
+namespace {
+
+constexpr const char* kNames[KVG_KINDS] = {
+    "", "kv.pool", "kv.admit", "kv.alloc", "kv.share", "kv.write", "kv.transfer.begin", "kv.transfer.end",
+    "kv.read", "kv.free", "kv.cache", "kv.scrub", "kv.request.end", "kv.respond",
+};
+
+// Largest code of each kind.
+constexpr std::uint8_t kCodes[KVG_KINDS] = {0, KVG_ROUTER, 0, 0, 0, KVG_PUBLIC, 0, KVG_RECV, 0, 0, 0, 0, KVG_FAILED, 0};
+
+constexpr std::uint64_t kHigh = std::uint64_t{1} << 63;
+
+bool is_ascii(const unsigned char* p, std::size_t n) {
+    std::uint64_t bits = 0;
+    for (; n >= 8; p += 8, n -= 8) {
+        std::uint64_t word;
+        std::memcpy(&word, p, 8);
+        bits |= word;
+    }
+    for (; n > 0; ++p, --n) bits |= std::uint64_t{*p} & 0x80;
+    return (bits & 0x8080808080808080u) == 0;
+}
+
+// Characters of well-formed UTF-8 (no surrogates, nothing overlong), or -1.
+std::ptrdiff_t utf8_length(const unsigned char* p, std::size_t n) {
+    std::ptrdiff_t characters = 0;
+    const unsigned char* end = p + n;
+    while (p < end) {
+        const unsigned c = *p;
+        std::ptrdiff_t more = c < 0x80 ? 0 : c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2
+                            : c >= 0xf0 && c < 0xf5 ? 3 : -1;
+        if (more < 0 || end - p <= more) return -1;
+        if (more >= 2) {
+            const unsigned low = c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80;
+            const unsigned high = c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
+            if (p[1] < low || p[1] > high) return -1;
+        }
+        for (std::ptrdiff_t i = 1; i <= more; ++i)
+            if ((p[i] & 0xc0) != 0x80) return -1;
+        p += more + 1;
+        ++characters;
+    }
+    return characters;
+}
+
+const char* check_id(std::string_view id) {
+    const auto* p = reinterpret_cast<const unsigned char*>(id.data());
+    if (id.size() <= 256 && is_ascii(p, id.size())) return nullptr;
+    const std::ptrdiff_t length = utf8_length(p, id.size());
+    if (length < 0) return "an id is not UTF-8";
+    return length > 256 ? "an id has more than 256 characters" : nullptr;
+}
+
+const char* check_pages(const Pages& pages) {
+    std::uint64_t total = 0;
+    std::uint64_t last_stop = ~std::uint64_t{0};
+    for (std::uint32_t i = 0; i < pages.runs(); ++i) {
+        const Pages::Run run = pages.run(i);
+        if (run.stop() > KVG_MAX_PAGE_INDEX) return "a page index is beyond 2**40 - 1";
+        if (run.first == last_stop) return "neighbouring runs of pages are not joined";
+        last_stop = run.stop();
+        total += run.pages;
+    }
+    return total > KVG_MAX_PAGES ? "more pages than one record may name" : nullptr;
+}
+
+bool is_digests(std::string_view text, std::uint32_t count) {
+    if (text.empty()) return count == 0;
+    std::uint32_t commas = 0;
+    bool empty = true;
+    for (const char c : text) {
+        if (c == ',') {
+            if (empty) return false;
+            empty = true;
+            ++commas;
+        } else if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f')) {
+            empty = false;
+        } else {
+            return false;
+        }
+    }
+    return !empty && commas + 1 == count;
+}
+
+bool needs_transfer(kvg_kind kind) { return kind == KVG_TRANSFER_BEGIN || kind == KVG_TRANSFER_END; }
+
+}  // namespace
+
+const char* name_of(kvg_kind kind) { return kNames[kind]; }
+
+const char* parse(const void* data, std::size_t size, Record& out) {
+    if (size < sizeof(kvg_record)) return "shorter than a record's header";
+    const auto* p = static_cast<const char*>(data);
+    kvg_record h;
+    std::memcpy(&h, p, sizeof h);
+    if (h.version != KVG_RECORD_VERSION) return "not a record of version 1";
+    if (h.kind >= KVG_KINDS) return "no such kind";
+    if (h.bytes < sizeof h || h.bytes > size || h.bytes > KVG_MAX_RECORD_BYTES) return "its length is not its own";
+    if ((h.time_ns | h.epoch | h.seq | h.tokens | h.extra) & kHigh) return "a number is 2**63 or more";
+    const auto kind = static_cast<kvg_kind>(h.kind);
+    const std::uint16_t lengths[7] = {h.stream_bytes,   h.request_bytes,   h.tenant_bytes,    h.pool_bytes,
+                                      h.transfer_bytes, h.peer_pool_bytes, h.share_from_bytes};
+    std::string_view* const strings[7] = {&out.stream,   &out.request,   &out.tenant,    &out.pool,
+                                          &out.transfer, &out.peer_pool, &out.share_from};
+    std::size_t at = sizeof h;
+    for (int i = 0; i < 7; ++i) {
+        if (lengths[i] > KVG_MAX_ID_BYTES) return "an id is too long";
+        if (at + lengths[i] > h.bytes) return "it ends within its ids";
+        *strings[i] = {p + at, lengths[i]};
+        at += lengths[i];
+    }
+    if (const char* wrong = check_id({p + sizeof h, at - sizeof h}); wrong != nullptr) {
+        // Together they may be longer than one may be: look at each.
+        for (const auto* id : strings)
+            if (const char* bad = check_id(*id); bad != nullptr) return bad;
+    }
+    at = padded(at);
+    if (out.stream.empty()) return "it has no stream";
+    if (h.code > kCodes[kind]) return "no such role, scope, side or outcome";
+    if (h.status > (kind == KVG_TRANSFER_END ? KVG_STATUS_ABORTED : 0)) return "no such status";
+    const bool named = !out.request.empty();
+    if (kind != KVG_PLACE && kind != KVG_POOL && kind != KVG_SCRUB && !named) return "it has no request";
+    if ((kind == KVG_POOL || kind == KVG_PLACE) && named) return "a request has no place in this kind";
+    if (named != !out.tenant.empty()) return "a request and its tenant go together";
+    if (needs_transfer(kind) != !out.transfer.empty()) return "a transfer id is missing or out of place";
+    if ((kind == KVG_TRANSFER_BEGIN) != !out.peer_pool.empty()) return "a peer pool is missing or out of place";
+    if (kind != KVG_SHARE && !out.share_from.empty()) return "kv.share.from is out of place";
+    out.kind = kind;
+    out.code = h.code;
+    out.status = h.status;
+    out.flags = h.flags;
+    out.time_ns = h.time_ns;
+    out.epoch = h.epoch;
+    out.seq = h.seq;
+    out.tokens = h.tokens;
+    out.extra = h.extra;
+    out.page_bytes = out.context_limit = 0;
+    out.pages = out.peer_pages = {};
+    out.digests = {};
+    out.digest_count = 0;
+    out.bytes = {p, h.bytes};
+    if (kind == KVG_POOL) {
+        if (at + 16 != h.bytes) return "its length is not its own";
+        std::memcpy(&out.page_bytes, p + at, 8);
+        std::memcpy(&out.context_limit, p + at + 8, 8);
+        if ((out.page_bytes | out.context_limit) & kHigh) return "a number is 2**63 or more";
+        if (out.tokens > KVG_MAX_PAGE_INDEX) return "a pool of more than 2**40 pages";
+    } else if (out.has_pages()) {
+        if (at + 16 > h.bytes) return "it ends before its pages";
+        std::uint32_t counts[4];
+        std::memcpy(counts, p + at, sizeof counts);
+        at += sizeof counts;
+        const std::uint64_t runs = std::uint64_t{counts[0]} + counts[1];
+        if (at + 8 * runs + counts[2] != h.bytes) return "its length is not its own";
+        const auto* words = reinterpret_cast<const std::uint64_t*>(p + at);
+        out.pages = {words, counts[0]};
+        out.peer_pages = {words + counts[0], counts[1]};
+        out.digests = {p + at + 8 * runs, counts[2]};
+        out.digest_count = counts[3];
+        if (const char* wrong = check_pages(out.pages); wrong != nullptr) return wrong;
+        if (kind == KVG_TRANSFER_BEGIN) {
+            if (const char* wrong = check_pages(out.peer_pages); wrong != nullptr) return wrong;
+            if (out.pages.size() != out.peer_pages.size()) return "kv.pages and kv.peer.pages differ in length";
+        } else if (counts[1] != 0) {
+            return "kv.peer.pages is out of place";
+        }
+        if (h.flags & KVG_HAS_DIGESTS) {
+            if (!needs_transfer(kind)) return "kv.digests is out of place";
+            if (!is_digests(out.digests, out.digest_count)) return "kv.digests is not lower-case hexadecimal";
+            if (out.digest_count != out.pages.size()) return "kv.digests is not one a page";
+        } else if (counts[2] != 0 || counts[3] != 0) {
+            return "kv.digests is out of place";
+        }
+    } else if (at != padded(h.bytes)) {
+        return "its length is not its own";
+    }
+    return nullptr;
+}
+
+void append(Rows& rows, const Record& r) {
+    const std::string_view strings[7] = {r.stream, r.request, r.tenant, r.pool, r.transfer, r.peer_pool, r.share_from};
+    std::size_t text = 0;
+    for (const auto s : strings) text += s.size();
+    std::size_t size = sizeof(kvg_record) + text;
+    if (r.kind == KVG_POOL) {
+        size = padded(size) + 16;
+    } else if (r.has_pages()) {
+        size = padded(size) + 16 + 8 * (std::size_t{r.pages.runs()} + r.peer_pages.runs()) + r.digests.size();
+    }
+    char* const p = rows.append(size);
+    kvg_record h{};
+    h.bytes = static_cast<std::uint32_t>(size);
+    h.version = KVG_RECORD_VERSION;
+    h.kind = r.kind;
+    h.flags = r.flags;
+    h.time_ns = r.time_ns;
+    h.epoch = r.epoch;
+    h.seq = r.seq;
+    h.tokens = r.tokens;
+    h.extra = r.extra;
+    h.stream_bytes = static_cast<std::uint16_t>(r.stream.size());
+    h.request_bytes = static_cast<std::uint16_t>(r.request.size());
+    h.tenant_bytes = static_cast<std::uint16_t>(r.tenant.size());
+    h.pool_bytes = static_cast<std::uint16_t>(r.pool.size());
+    h.transfer_bytes = static_cast<std::uint16_t>(r.transfer.size());
+    h.peer_pool_bytes = static_cast<std::uint16_t>(r.peer_pool.size());
+    h.share_from_bytes = static_cast<std::uint16_t>(r.share_from.size());
+    h.code = r.code;
+    h.status = r.status;
+    std::memcpy(p, &h, sizeof h);
+    std::size_t at = sizeof h;
+    for (const auto s : strings) {
+        if (!s.empty()) std::memcpy(p + at, s.data(), s.size());
+        at += s.size();
+    }
+    at = padded(at);
+    if (r.kind == KVG_POOL) {
+        std::memcpy(p + at, &r.page_bytes, 8);
+        std::memcpy(p + at + 8, &r.context_limit, 8);
+    } else if (r.has_pages()) {
+        const std::uint32_t counts[4] = {r.pages.runs(), r.peer_pages.runs(),
+                                         static_cast<std::uint32_t>(r.digests.size()), r.digest_count};
+        std::memcpy(p + at, counts, sizeof counts);
+        at += sizeof counts;
+        if (counts[0] != 0) std::memcpy(p + at, r.pages.data(), std::size_t{8} * counts[0]);
+        at += std::size_t{8} * counts[0];
+        if (counts[1] != 0) std::memcpy(p + at, r.peer_pages.data(), std::size_t{8} * counts[1]);
+        at += std::size_t{8} * counts[1];
+        if (counts[2] != 0) std::memcpy(p + at, r.digests.data(), counts[2]);
+    }
+}
+
+}  // namespace kvguard
