@@ -240,6 +240,9 @@ bool Attributes::body(Record& record) {
     if (kind != KVG_POOL && (kind != KVG_SCRUB || has(Key::request)))
         if (!id(Key::request, record.request) || !id(Key::tenant, record.tenant)) return false;
     if (has(Key::pool) && !id(Key::pool, record.pool)) return false;
+    const bool is_transfer = kind == KVG_TRANSFER_BEGIN || kind == KVG_TRANSFER_END;
+    if (is_transfer && !id(Key::transfer, record.transfer)) return false;
+    if (kind == KVG_TRANSFER_END && !choice(Key::side, record.code)) return false;
     if (record.has_pages()) {
         if (!page_set(Key::pages, runs_, page_count_)) return false;
         record.pages = {runs_.data(), static_cast<std::uint32_t>(runs_.size())};
@@ -278,20 +281,20 @@ bool Attributes::body(Record& record) {
     }
 }
 
+// The rest of a transfer, whose pages are read.
 bool Attributes::read_transfer(Record& record) {
-    if (!id(Key::transfer, record.transfer) || !integer(Key::tokens, record.tokens)) return false;
+    std::uint64_t peers = page_count_;
     if (record.kind == KVG_TRANSFER_BEGIN) {
-        std::uint64_t peers;
         if (!id(Key::peer_pool, record.peer_pool) || !page_set(Key::peer_pages, peer_runs_, peers)) return false;
         record.peer_pages = {peer_runs_.data(), static_cast<std::uint32_t>(peer_runs_.size())};
-        if (peers != page_count_) {
-            return refuse(Key::peer_pages, std::to_string(peers) + " pages",
-                          "as many as kv.pages: " + std::to_string(page_count_));
-        }
-    } else if (!choice(Key::side, record.code) || !choice(Key::status, record.status)) {
-        return false;
     }
+    if (!integer(Key::tokens, record.tokens)) return false;
+    if (record.kind == KVG_TRANSFER_END && !choice(Key::status, record.status)) return false;
     if (has(Key::digests) && !read_digests(record)) return false;
+    const auto pages = [](std::uint64_t count) { return std::to_string(count) + " pages"; };
+    if (peers != page_count_) return refuse(Key::pages, pages(page_count_), pages(peers) + " as kv.peer.pages is");
+    if (has(Key::digests) && record.digest_count != page_count_)
+        return refuse(Key::digests, std::to_string(record.digest_count), "one for each of " + pages(page_count_));
     return sizeof(std::uint64_t) * (runs_.size() + record.peer_pages.runs()) + record.digests.size() <=
                KVG_MAX_RECORD_BYTES - kRowRest ||
            refuse(Key::pages, "with all that goes with them more", "what one record may hold");
@@ -360,8 +363,7 @@ bool Attributes::read_digests(Record& record) {
     if (v.type != Value::Type::text) return refuse_value(Key::digests, "a string");
     record.flags |= KVG_HAS_DIGESTS;
     record.digests = v.text;
-    if (v.text.empty())
-        return page_count_ == 0 || refuse(Key::digests, "no digests", std::to_string(page_count_));
+    if (v.text.empty()) return true;
     char before = ',';
     for (const char c : v.text) {
         const bool hex = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
@@ -370,10 +372,7 @@ bool Attributes::read_digests(Record& record) {
         before = c;
     }
     ++record.digest_count;
-    if (before == ',') return refuse_value(Key::digests, "lower-case hexadecimal");
-    return record.digest_count == page_count_ ||
-           refuse(Key::digests, std::to_string(record.digest_count) + " digests",
-                  "one for each of " + std::to_string(page_count_) + " pages");
+    return before != ',' || refuse_value(Key::digests, "lower-case hexadecimal");
 }
 
 bool Attributes::refuse(Key key, std::string_view is, std::string_view but) {
