@@ -1,6 +1,8 @@
 """The native core: records, OTLP decoder, ring, ledger, board, journal."""
 
-from collections.abc import Buffer, Iterator
+from collections.abc import Iterator
+
+from typing_extensions import Buffer
 
 from guard.records import Record
 
