@@ -1,8 +1,55 @@
-"""The native core's Python surface; sources in src/, one ``bind_*.cpp`` a part."""
+"""The native core: records, OTLP decoder, ring, ledger, board, journal."""
+
+from collections.abc import Iterator
 
 from typing_extensions import Buffer
 
-# --- otlp ---
+from guard.records import Record
+
+# Records
+
+def encode(record: Record) -> bytes:
+    """A record's bytes, as include/kvguard/record.h has them.
+
+    Raises:
+        ValueError: It cannot be a row; the message names the field.
+    """
+
+def decode(data: Buffer) -> Record:
+    """The record that these bytes are.
+
+    Raises:
+        ValueError: They are not exactly one record.
+    """
+
+class Rows:
+    """Records in binary, in the order they came."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Record]: ...
+    def append(self, record: Record) -> None:
+        """Puts a record behind the others.
+
+        Raises:
+            ValueError: It cannot be a row; the message names the field.
+        """
+
+    def place(self, stream: str, epoch: int, seq: int, time_ns: int) -> None:
+        """Puts a place in a stream behind the others: a record that could not be read."""
+
+    def tobytes(self) -> bytes:
+        """The records behind each other, each padded to 8 bytes."""
+
+    @staticmethod
+    def frombytes(data: Buffer) -> Rows:
+        """Rows out of what `tobytes` gave.
+
+        Raises:
+            ValueError: A record in it is broken.
+        """
+
+# OTLP
 
 class Decoded:
     """The records of one message, and counts of its spans."""
