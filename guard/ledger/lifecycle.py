@@ -82,12 +82,7 @@ def request_end(world: World, stream: Stream, rs: RequestStream, record: Request
 
 def close(world: World, rs: RequestStream) -> None:
     """What follows from the end of a request on a stream, its own or the stream's."""
-    for name, indices in rs.shared.items():
-        pages = world.pool(name).pages
-        for index in indices:
-            if (page := pages.get(index)) is not None:
-                page.sharers.discard(rs.request.id)
-    rs.shared.clear()
+    world.unshare(rs)
     for writers in list(rs.late.values()):
         for writer in tuple(writers):
             late.confirm(writer, world)
@@ -146,7 +141,7 @@ def restart(world: World, stream: Stream) -> None:
                 writer.page = None
                 late.confirm(writer, world)
         rs.owned.clear()
-        rs.shared.clear()
+        world.unshare(rs)
         if rs.ended is None:
             rs.ended = Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
         world.note_over(request)

@@ -146,12 +146,22 @@ class World:
         for transfer in list(request.transfers.values()):
             self.drop_transfer(transfer)
         for rs in request.streams.values():
+            self.unshare(rs)
             for lates in list(rs.late.values()):
                 for late in list(lates):
                     self.drop_late(late)
         for finding in request.findings:
             self.findings.pop((finding.kind, finding.request, finding.pool), None)
         self.on_retire(request)
+
+    def unshare(self, rs: RequestStream) -> None:
+        """The request reads what was shared to it no more."""
+        for name, indices in rs.shared.items():
+            pages = self.pool(name).pages
+            for index in indices:
+                if (page := pages.get(index)) is not None:
+                    page.sharers.discard(rs.request.id)
+        rs.shared.clear()
 
     def drop_transfer(self, transfer: Transfer) -> None:
         """Forgets a transfer: both sides ended it, or one never will."""
@@ -190,7 +200,7 @@ class World:
     def unlist_outgoing(self, transfer: Transfer) -> None:
         """Its source pages add to its label no more."""
         pool = self.pool(transfer.source_pool)
-        for index in pool.clip(transfer.begin.pages):
+        for index in transfer.begin.pages.below(pool.limit):
             page = pool.pages.get(index)
             if page is not None and transfer in page.outgoing:
                 page.outgoing.remove(transfer)
