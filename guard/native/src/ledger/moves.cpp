@@ -61,7 +61,8 @@ void take_source(World& world, Stream& stream, RequestStream* rs, const Record& 
                  const Where& where) {
     Pool* const pool = transfer->source_pool;
     Evidence gone;
-    for (std::uint64_t i = 0, last = 0; i < record.pages.runs(); ++i) {
+    std::uint64_t last = UINT64_MAX;
+    for (std::uint32_t i = 0; i < record.pages.runs(); ++i) {
         const Pages::Run run = record.pages.run(i);
         if (run.stop() <= pool->size) continue;
         const std::uint64_t first = std::max(run.first, pool->size);
