@@ -79,6 +79,7 @@ RingReader::RingReader() : impl_(std::make_unique<Impl>()) {}
 RingReader::~RingReader() = default;
 
 std::unique_ptr<RingReader> RingReader::open(const std::string& path, std::uint32_t lanes, std::uint32_t rows) {
+    if (path.find('\0') != path.npos) throw std::runtime_error("ring: its path holds a NUL");
     std::unique_ptr<RingReader> reader(new RingReader);
     kvg_ring& ring = reader->impl_->ring;
     const char* wrong = kvg_ring_map(&ring, path.c_str(), lanes, rows);
