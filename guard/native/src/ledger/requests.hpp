@@ -111,6 +111,7 @@ struct RequestStream {
     std::unique_ptr<std::map<Pool*, std::unordered_set<std::uint64_t>>> permitted;
     struct End {
         std::uint64_t deadline = 0;
+        std::uint64_t looks = 0;  // of its stream, when it came
         Where where;
     };
     FewOf<End> pending_leaks;  // ends at which it owned nothing
