@@ -164,7 +164,7 @@ void write(World& world, Stream& stream, RequestStream* rs, const Record& record
     if (record.code == KVG_PUBLIC) {
         label = world.public_label;
     } else if (!world.taints.sets.contains(label->tenants, tenant)) {
-        const Ref<Taint> own = world.taints.single(tenant, rs->request->id.get());
+        const Ref<Taint> own = world.own_label(rs->request, tenant);
         label = world.taints.join(label.get(), own.get());
     }
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
@@ -253,7 +253,7 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     }
     if (tasted.size() > 1) rs->label = world.taints.join(tasted.begin(), tasted.size());
     if (!world.taints.sets.contains(rs->label->tenants, tenant)) {
-        const Ref<Taint> own = world.taints.single(tenant, rs->request->id.get());
+        const Ref<Taint> own = world.own_label(rs->request, tenant);
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
     keep_looked(rs->reads, where, world.pool_name(pool), record.pages, pool->limit);

@@ -141,6 +141,7 @@ struct Request {
 
     World* world;
     Ref<Name> id;
+    Ref<Taint> own;  // the label of its own bytes, as its first stream's tenant
     std::uint32_t refs = 0;
     bool known = false;           // in the tables
     bool ended = false;           // in the list of those that are over

@@ -243,6 +243,13 @@ void World::set_owner(Page& page, RequestStream* rs) {
     if (before != nullptr) release(before);
 }
 
+// The label of the request's own bytes: closed, so that one serves all its streams.
+Ref<Taint> World::own_label(Request* request, Name* tenant) {
+    if (!request->own) request->own = taints.single(tenant, request->id.get());
+    if (request->own->origins[0].tenant == tenant) return request->own;
+    return taints.single(tenant, request->id.get());
+}
+
 // A new epoch of its stream: every label empty, every page unowned. Transfers that write to it stay listed.
 void World::clear(Pool* pool) {
     std::vector<RsRef> owners;
@@ -276,7 +283,7 @@ RequestStream* World::follow(Request* request, StreamName* stream, std::string_v
     Name* const name = tenant_names.intern(tenant);
     RequestStream* const rs = request_streams.make(request, stream, name, ++serial);
     rs->losses_before = stream->losses;
-    rs->label = taints.single(name, request->id.get());
+    rs->label = own_label(request, name);
     request->streams.push_back(rs);
     unend(request);
     if (witness != nullptr) witness->request(request->id->key(), stream->text, tenant);

@@ -176,6 +176,7 @@ struct World {
         const Name* name = request_names.find(id);
         return name != nullptr ? name->request : nullptr;
     }
+    Ref<Taint> own_label(Request* request, Name* tenant);
     Request* make_request(std::string_view id);
     RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant);
     void note_over(Request* request);
