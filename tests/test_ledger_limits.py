@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from guard_process import until
-from ledger_rig import Rig
+from ledger_rig import Rig, both_ledgers
 
 from guard.act.board import BoardWriter
 from guard.config import load
@@ -13,6 +13,8 @@ from guard.findings import Kind
 from guard.incidents.recorder import Recorder
 from guard.receive.otlp import Batch
 from guard.runtime import Runtime
+
+pytestmark = both_ledgers
 
 
 def test_a_stream_holds_back_only_so_much() -> None:
