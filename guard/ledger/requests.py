@@ -111,8 +111,8 @@ class RequestStream:
     """One request on one stream (and epoch): the unit that owns pages, reads and writes."""
 
     __slots__ = (
-        "degraded", "ended", "ended_unseen", "gone", "label", "late", "over_capacity", "owned", "permitted", "reads", "released",
-        "request", "responses", "shared", "stream", "tenant", "valid",
+        "degraded", "ended", "ended_unseen", "gone", "label", "late", "over_capacity", "owned", "permitted", "reads",
+        "released", "request", "responses", "shared", "stream", "tenant", "valid",
     )  # fmt: skip
 
     def __init__(self, request: Request, stream: str, tenant: str) -> None:
