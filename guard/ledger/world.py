@@ -115,6 +115,12 @@ class World:
             self.give(state, stream)
         return state
 
+    def keep(self, state: PoolState, blocks: set[int]) -> None:
+        """Counts blocks of a pool's pages as kept."""
+        before = len(state.blocks)
+        state.blocks |= blocks
+        self.blocks += len(state.blocks) - before
+
     def give(self, state: PoolState, stream: str) -> None:
         """The pool is this stream's."""
         if state.stream != stream:
@@ -125,12 +131,6 @@ class World:
     def unseen(self, rs: RequestStream) -> bool:
         """Whether the request may have done things there before the guard's restart."""
         return self.restored and rs.degraded
-
-    def keep(self, state: PoolState, blocks: set[int]) -> None:
-        """Counts blocks of a pool's pages as kept."""
-        before = len(state.blocks)
-        state.blocks |= blocks
-        self.blocks += len(state.blocks) - before
 
     def request(self, record: Record) -> RequestStream:
         """The record's request on the record's stream."""
