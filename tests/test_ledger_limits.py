@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from guard.native._core import BoardWriter
 from guard_process import until
 from ledger_rig import Rig
 
-from guard.act.board import BoardWriter
 from guard.config import load
 from guard.findings import Kind
 from guard.incidents.recorder import Recorder

@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from guard.native._core import BoardWriter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from exporters.prometheus import Exposition
 from guard import __version__
-from guard.act.board import BoardWriter
 from guard.config import load
 from guard.counters import Histogram
 from guard.incidents.recorder import Recorder

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guard.native._core import BoardWriter
 from guard_process import CASES, FakeEngine, case, until
 
 from guard.act.abort import Aborter
-from guard.act.board import BoardReader, BoardWriter, Verdict
+from guard.act.board import BoardReader, Verdict
 from guard.config import load
 from guard.incidents.recorder import Recorder
 from guard.incidents.store import Store
