@@ -153,24 +153,23 @@ std::string new_incident_id() {
     return id;
 }
 
-std::string incident_json(const Incident& incident, const Finding& finding, bool kills, bool enforce,
-                          std::int64_t received_ns, std::int64_t now_ns) {
-    const Action action = finding.kills() && !kills ? Action::alert : finding.action;
+std::string incident_json(const Incident& incident, const Finding& finding, bool enforce, std::int64_t record_ns,
+                          std::int64_t received_ns, std::int64_t verdict_ns) {
     Json json;
     json.key("id").string(incident.id);
     json.key("request").string_or_null(incident.has_request, incident.request);
     json.key("tenant").string_or_null(incident.has_tenant, incident.tenant);
     json.key("kind").string(name_of(finding.kind));
     json.key("severity").string(severity_of(finding.kind));
-    json.key("action").string(done(action, enforce));
+    json.key("action").string(done(finding.action, enforce));
     json.key("pool").string_or_null(finding.has_pool, finding.pool);
     json.key("mode").string(enforce ? "enforce" : "monitor");
     json.key("finding").text += finding_json(finding);
-    json.key("record_ns").number(kills ? incident.record_ns : static_cast<std::int64_t>(finding.time_ns));
+    json.key("record_ns").number(record_ns);
     json.key("received_ns").number(received_ns);
     json.key("verdict_ns");
-    if (kills)
-        json.number(now_ns);
+    if (verdict_ns != 0)
+        json.number(verdict_ns);
     else
         json.text += "null";
     return json.text + '}';

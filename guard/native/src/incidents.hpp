@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 #include "ledger/ledger.hpp"
 
@@ -22,8 +23,7 @@ struct Incident {
     // When a kill was due: the time of the record that was judged, when that was received, and when the verdict stood
     // on the board; 0 before.
     std::int64_t record_ns = 0, received_ns = 0, verdict_ns = 0;
-    Action journaled = Action::observe;  // what the journal has of it
-    bool in_journal = false;
+    int journaled = -1;  // the strongest action that the journal was told of; -1: none
 };
 
 // The incidents that can still grow, at most `kMost`: those longest quiet are forgotten first.
@@ -51,8 +51,9 @@ class Incidents {
 // A new incident id: "inc-" and ten characters, short enough to read out and not to be guessed from another.
 std::string new_incident_id();
 
-// The incident in JSON, with this finding: what the journal keeps until the store has it.
-std::string incident_json(const Incident& incident, const Finding& finding, bool kills, bool enforce,
-                          std::int64_t received_ns, std::int64_t now_ns);
+// The incident in JSON, with this finding: what the journal keeps until the store has it. `verdict_ns`: when the
+// verdict is put on the board; 0 if there is none.
+std::string incident_json(const Incident& incident, const Finding& finding, bool enforce, std::int64_t record_ns,
+                          std::int64_t received_ns, std::int64_t verdict_ns);
 
 }  // namespace kvguard
