@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <ctime>
+#include <utility>
 
 #include "clock.hpp"
 
@@ -17,10 +17,6 @@ constexpr std::int64_t kTickNs = 10'000'000;
 constexpr std::int64_t kMarkNs = 100'000'000;
 constexpr std::int64_t kHousekeepingNs = 1'000'000'000;
 constexpr std::int64_t kIdleNs = 20'000'000;  // longest pause between two rounds
-// After records came out of the ring more will soon: to look again by itself is cheaper than to be woken for each, for
-// the writers above all.
-constexpr std::int64_t kDozeForNs = 1'000'000;
-constexpr std::int64_t kDozeNs = 50'000;
 constexpr unsigned long kTimerSlackNs = 1000;
 // How long verdicts of the guard before this one stay in force.
 constexpr std::uint64_t kCarriedOverForNs = 600'000'000'000;
@@ -30,11 +26,11 @@ constexpr std::int64_t kLastWordsNs = 1'000'000'000;
 }  // namespace
 
 Core::Core(const Policy& policy, const Settings& settings, bool enforce, Inbox& inbox, BoardWriter& board,
-           RingReader* ring, Journal* journal, std::size_t recent_bytes)
+           std::unique_ptr<RingReader> ring, Journal* journal, std::size_t recent_bytes)
     : enforce_(enforce),
       inbox_(inbox),
       board_(board),
-      ring_(ring),
+      ring_(std::move(ring)),
       journal_(journal),
       ledger_(policy, settings),
       recent_(recent_bytes),
@@ -44,7 +40,7 @@ Core::Core(const Policy& policy, const Settings& settings, bool enforce, Inbox& 
     ledger_.want_retired(Ledger::Retired::marked);
     ledger_.want_judged(true);
     if (journal_ != nullptr) ledger_.set_witness(journal_);
-    if (ring_ != nullptr) inbox_.set_bell([ring] { ring->wake(); });
+    if (ring_ != nullptr) inbox_.set_bell([reader = ring_] { reader->wake(); });
 }
 
 void Core::restore(const Restored& before) {
@@ -64,7 +60,7 @@ void Core::run() {
     } const end_it{*this};
     // Pauses are meant as they are said.
     ::prctl(PR_SET_TIMERSLACK, kTimerSlackNs, 0, 0, 0);
-    std::int64_t worked_ns = 0, closed_ns = 0;
+    std::int64_t closed_ns = 0;
     for (;;) {
         bool worked = false, over = false;
         {
@@ -74,7 +70,6 @@ void Core::run() {
             worked = from_inbox || from_ring;
             const std::int64_t now = now_ns();
             if (now >= next_tick_ns_) tick();
-            if (worked) worked_ns = now;
             if (closed && closed_ns == 0) closed_ns = now;
             over = closed && !from_inbox && (!from_ring || now - closed_ns > kLastWordsNs);
             if (over && journal_ != nullptr) {
@@ -83,7 +78,7 @@ void Core::run() {
             }
         }
         if (over || !wait_for_taker()) return;
-        if (!worked) rest(worked_ns);
+        if (!worked) rest();
     }
 }
 
@@ -95,15 +90,11 @@ void Core::end() {
     rung_.notify_all();
 }
 
-void Core::rest(std::int64_t worked_ns) {
-    if (ring_ == nullptr) {
-        inbox_.wait(kIdleNs);
-    } else if (now_ns() - worked_ns < kDozeForNs) {
-        const timespec pause{0, kDozeNs};
-        ::clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, nullptr);
-    } else {
+void Core::rest() {
+    if (ring_ != nullptr)
         ring_->wait(kIdleNs);
-    }
+    else
+        inbox_.wait(kIdleNs);
 }
 
 bool Core::take_from_inbox() {
@@ -178,15 +169,14 @@ void Core::act() {
 
 void Core::act_on(const Event& event) {
     if (event.what == Event::What::retired) {
-        const std::string& request = event.request.id;
-        incidents_.forget(request);
-        board_.clear(request);
-        waiting_.push_back({nullptr, request, false, 0, {}});
+        board_.clear(event.request.id);
+        if (const std::shared_ptr<Incident> incident = incidents_.forget(event.request.id); incident != nullptr)
+            waiting_.push_back({nullptr, false, 0, {incident}});
         return;
     }
     const Finding& finding = *event.finding;
     const auto [at, made] = waiting_at_.try_emplace(&finding, taken_count_ + waiting_.size());
-    if (made) waiting_.push_back({event.finding, {}, false, 0, {}});
+    if (made) waiting_.push_back({event.finding, false, 0, {}});
     Waiting& waiting = waiting_[at->second - taken_count_];
     waiting.fresh |= event.what == Event::What::found;
     waiting.received_ns = received_ns_;
@@ -320,13 +310,12 @@ bool Core::take(std::vector<Happened>& out, std::int64_t timeout_ns) {
         for (; out.size() < kMostTaken && !waiting_.empty(); waiting_.pop_front(), ++taken_count_) {
             Waiting& waiting = waiting_.front();
             Happened& happened = out.emplace_back();
-            happened.retired = waiting.finding == nullptr;
-            happened.request = std::move(waiting.request);
-            if (happened.retired) continue;
+            for (const auto& incident : waiting.incidents) happened.incidents.push_back(*incident);
+            happened.over = waiting.finding == nullptr;
+            if (happened.over) continue;
             happened.finding = *waiting.finding;
             happened.fresh = waiting.fresh;
             happened.received_ns = waiting.received_ns;
-            for (const auto& incident : waiting.incidents) happened.incidents.push_back(*incident);
             waiting_at_.erase(waiting.finding.get());
         }
         more = !waiting_.empty();
@@ -363,6 +352,8 @@ void Core::settled(const std::vector<std::string>& incidents) {
 }
 
 CoreStats Core::stats() {
+    std::vector<RingReader::Lane> lanes;
+    if (ring_ != nullptr) lanes = ring_->lanes();
     const std::lock_guard lock(mutex_);
     CoreStats stats = counts_;
     stats.sizes = ledger_.sizes();
@@ -376,7 +367,7 @@ CoreStats Core::stats() {
     for (int limit = 0; limit < kLimits; ++limit) stats.dropped[limit] = ledger_.dropped(static_cast<Limit>(limit));
     stats.ledger_bytes = ledger_.bytes();
     stats.waiting = waiting_.size();
-    if (ring_ != nullptr) stats.lanes = ring_->lanes();
+    stats.lanes = std::move(lanes);
     if (journal_ != nullptr) {
         stats.journal_bytes = journal_->bytes();
         stats.journal_failures = journal_->failures();

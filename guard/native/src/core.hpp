@@ -39,12 +39,11 @@ class FairMutex {
 
 // Something for the slow part of the guard to know of.
 struct Happened {
-    bool retired = false;
-    std::string request;  // retired: that one is over and forgotten
-    bool fresh = false;   // else a finding: new, or grown
+    bool over = false;                // the incident's request is forgotten: it grows no more
+    std::vector<Incident> incidents;  // that one, or those that the finding belongs to
     Finding finding;
-    std::int64_t received_ns = 0;     // when the record was received that showed it last
-    std::vector<Incident> incidents;  // those that it belongs to
+    bool fresh = false;            // the finding is new, not grown
+    std::int64_t received_ns = 0;  // when the record was received that showed it last
 };
 
 inline constexpr std::array<double, 14> kLatencyBounds = {0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01,
@@ -72,10 +71,10 @@ class Core {
   public:
     static constexpr std::size_t kMostWaiting = 8192;
 
-    // The ring and the journal are optional. All of them must outlive it, and the board and the ring are its own while
-    // it runs.
+    // The ring and the journal are optional. Inbox, board and journal must outlive it, and board and journal are its
+    // own while it runs.
     Core(const Policy& policy, const Settings& settings, bool enforce, Inbox& inbox, BoardWriter& board,
-         RingReader* ring, Journal* journal, std::size_t recent_bytes);
+         std::unique_ptr<RingReader> ring, Journal* journal, std::size_t recent_bytes);
 
     // Before `run`: what the guard before this one knew.
     void restore(const Restored& before);
@@ -100,8 +99,7 @@ class Core {
 
   private:
     struct Waiting {
-        std::shared_ptr<const Finding> finding;  // null: a request that is over
-        std::string request;
+        std::shared_ptr<const Finding> finding;  // null: of a request that is over
         bool fresh = false;
         std::int64_t received_ns = 0;
         std::vector<std::shared_ptr<Incident>> incidents;
@@ -119,7 +117,7 @@ class Core {
     void write_down(Incident& incident, const Finding& finding, std::int64_t record_ns, std::int64_t verdict_ns);
     void publish();
     void mark_journal();
-    void rest(std::int64_t worked_ns);
+    void rest();
     bool wait_for_taker();
     bool crowded();
     void end();
@@ -127,7 +125,7 @@ class Core {
     const bool enforce_;
     Inbox& inbox_;
     BoardWriter& board_;
-    RingReader* const ring_;
+    const std::shared_ptr<RingReader> ring_;  // the inbox's bell has it too
     Journal* const journal_;
 
     FairMutex mutex_;  // over everything from here on; `run` holds it while it judges

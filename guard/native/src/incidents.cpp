@@ -80,7 +80,7 @@ std::string pages_text(const Finding& finding) {
     for (const auto& [first, stop] : finding.pages) {
         if (!text.empty()) text += ',';
         text += std::to_string(first);
-        if (stop > first + 1) text += '-' + std::to_string(stop - 1);
+        if (stop > first + 1) text.append("-").append(std::to_string(stop - 1));
     }
     return text;
 }
@@ -109,6 +109,8 @@ std::string finding_json(const Finding& finding) {
 
 }  // namespace
 
+std::string Incidents::key_of(std::string_view request) { return std::string("r").append(request); }
+
 std::pair<std::shared_ptr<Incident>, bool> Incidents::get(std::string key) {
     if (const auto known = by_key_.find(key); known != by_key_.end()) {
         order_.splice(order_.end(), order_, known->second);
@@ -125,7 +127,7 @@ std::pair<std::shared_ptr<Incident>, bool> Incidents::get(std::string key) {
 }
 
 std::pair<std::shared_ptr<Incident>, bool> Incidents::of_request(std::string_view request) {
-    auto found = get("r" + std::string(request));
+    auto found = get(key_of(request));
     if (found.second) {
         found.first->has_request = true;
         found.first->request = request;
@@ -134,15 +136,19 @@ std::pair<std::shared_ptr<Incident>, bool> Incidents::of_request(std::string_vie
 }
 
 std::pair<std::shared_ptr<Incident>, bool> Incidents::of(const Finding& finding) {
-    return get("k" + std::string(name_of(finding.kind)) + '\n' + (finding.has_pool ? finding.pool : finding.stream));
+    std::string key("k");
+    key.append(name_of(finding.kind)).append("\n").append(finding.has_pool ? finding.pool : finding.stream);
+    return get(std::move(key));
 }
 
-void Incidents::forget(std::string_view request) {
-    const auto known = by_key_.find("r" + std::string(request));
-    if (known == by_key_.end()) return;
+std::shared_ptr<Incident> Incidents::forget(std::string_view request) {
+    const auto known = by_key_.find(key_of(request));
+    if (known == by_key_.end()) return nullptr;
     const auto entry = known->second;
+    const std::shared_ptr<Incident> forgotten = entry->second;
     by_key_.erase(known);
     order_.erase(entry);
+    return forgotten;
 }
 
 std::string new_incident_id() {

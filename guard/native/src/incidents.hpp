@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -35,13 +34,15 @@ class Incidents {
     std::pair<std::shared_ptr<Incident>, bool> of_request(std::string_view request);
     // That of a finding that names no request: one for each kind and pool, or stream where it names no pool.
     std::pair<std::shared_ptr<Incident>, bool> of(const Finding& finding);
-    // The request is over and forgotten: a later one of the same id gets an incident of its own.
-    void forget(std::string_view request);
+    // The request is over and forgotten: a later one of the same id gets an incident of its own. Returns this one's,
+    // if it has one.
+    std::shared_ptr<Incident> forget(std::string_view request);
 
     std::size_t size() const { return by_key_.size(); }
 
   private:
     using Order = std::list<std::pair<std::string, std::shared_ptr<Incident>>>;  // longest quiet first
+    static std::string key_of(std::string_view request);
     std::pair<std::shared_ptr<Incident>, bool> get(std::string key);
 
     Order order_;
