@@ -6,7 +6,7 @@ namespace kvguard {
 
 namespace {
 
-constexpr const char* kKindNames[kKinds] = {
+constexpr const char* kFindingNames[kKinds] = {
     "foreign-read",  "stale-read",     "foreign-write", "tainted-response", "zombie-request",
     "double-owner",  "digest-mismatch", "canary-hit",   "short-transfer",   "free-in-flight",
     "foreign-share", "double-free",    "wrong-status",  "over-capacity",    "hook-divergence",
@@ -47,7 +47,7 @@ bool keep_smallest(std::set<std::string>& set, std::string_view text) {
 
 }  // namespace
 
-const char* name_of(Kind kind) { return kKindNames[static_cast<int>(kind)]; }
+const char* name_of(Kind kind) { return kFindingNames[static_cast<int>(kind)]; }
 const char* name_of(Action action) { return kActionNames[static_cast<int>(action)]; }
 const char* name_of(Limit limit) { return kLimitNames[static_cast<int>(limit)]; }
 const char* outcome_text(std::uint8_t outcome) { return kOutcomes[outcome & 3]; }
