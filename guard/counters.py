@@ -23,7 +23,8 @@ class Histogram:
 
 
 REFUSALS = (
-    "full", "malformed", "unauthenticated", "too-large", "unsupported", "timeout", "connections", "memory", "uid", "tls",
+    "full", "malformed", "unauthenticated", "too-large", "unsupported", "timeout", "connections", "memory", "uid",
+    "tls",
 )  # fmt: skip
 """Why a receiver refuses a call or a connection."""
 

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import stat
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 
 class BindError(RuntimeError):
@@ -104,7 +104,8 @@ def bind(address: Address, *, shared: bool = False) -> socket.socket:
     """
     if address.path:
         prepare_socket_path(address.path)
-        family, where = socket.AF_UNIX, address.path
+        family: socket.AddressFamily = socket.AF_UNIX
+        where: Any = address.path
     else:
         try:
             family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]

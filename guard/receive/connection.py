@@ -100,7 +100,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
         self._terms.connections.add(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _error: Exception | None) -> None:
         """Ends."""
         self._closing = True
         self._chunks, self._body = None, bytearray()
@@ -108,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         self._terms.connections.discard(self)
         self._on_lost()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
+    def get_buffer(self, _size: int) -> memoryview:
         """Where the next bytes go."""
         if self._into_body:
             assert self._head is not None

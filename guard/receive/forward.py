@@ -212,7 +212,7 @@ class _GrpcSender:
             self._channel = grpc.secure_channel(target.where, grpc.ssl_channel_credentials(), options)
         else:
             self._channel = grpc.insecure_channel(target.where, options)
-        self._call = self._channel.unary_unary(_EXPORT)
+        self._call = self._channel.unary_unary(_EXPORT, None, None)
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
     def send(self, message: bytes) -> None:

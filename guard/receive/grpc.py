@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 
@@ -65,6 +66,8 @@ class GrpcReceiver:
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_concurrent_streams", _STREAMS),
+                # It counts calls that are answered already, and so refuses senders that keep to the limit.
+                ("grpc.http.overload_protection", 0),
                 ("grpc.max_allowed_incoming_connections", max_connections),
                 # Two guards on one port would each get half of the records.
                 ("grpc.so_reuseport", 0),
@@ -145,7 +148,7 @@ def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(given.key, given.certificate)], given.client_ca)
 
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
+    def fetch() -> Any:
         # Asked before every handshake; None keeps the last ones.
         nonlocal given
         current = certificates.current()

@@ -129,7 +129,7 @@ class _Found:
     def on_headers_complete(self) -> None:
         self.complete = True
 
-    def on_body(self, body: bytes) -> None:
+    def on_body(self, _body: bytes) -> None:
         # The headers ended before the empty line that they were cut at.
         self.complete = False
 
