@@ -11,15 +11,17 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from guard import __version__
-from guard.counters import Histogram
+from guard.counters import Histogram, ReceiverCounts
+from guard.receive.forward import Forwarder
 from guard.runtime import Runtime
 
 
 class GuardCollector(Collector):
     """Reads a running guard. No request, trace or tenant id is ever a label."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, forwarder: Forwarder | None) -> None:
         self._runtime = runtime
+        self._forwarder = forwarder
         self._started = time.time()
 
     def collect(self) -> Iterator[Metric]:
@@ -32,13 +34,11 @@ class GuardCollector(Collector):
             "records", "Records received, by span name.", ("record",),
             (((name,), count) for name, count in list(counters.records.items())),
         )  # fmt: skip
-        yield _counter("spans", "Spans received.", counters.spans_read)
-        yield _counter("spans_ignored", "Spans that are no records.", counters.spans_ignored)
-        yield _counter("spans_invalid", "Spans named like a record that break the convention.", counters.spans_invalid)
-        yield _counters(
-            "export_calls_refused", "OTLP calls refused, by reason.", ("reason",),
-            (((r,), counters.calls_refused[r]) for r in ("full", "malformed", "unauthenticated")),
-        )  # fmt: skip
+        yield from _received(counters.receivers)
+        forwarder = self._forwarder
+        yield _counter("spans_forwarded", "Spans that are no records, forwarded.", forwarder.sent if forwarder else 0)
+        yield _counter("spans_not_forwarded", "Such spans, dropped instead: the queue was full or the target away.",
+                       forwarder.dropped if forwarder else 0)  # fmt: skip
         yield _counters(
             "findings", "Findings, by kind and action.", ("kind", "action"), list(counters.findings.items())
         )
@@ -83,12 +83,32 @@ class GuardCollector(Collector):
         yield _gauge("abort_calls_pending", "Abort calls under way.", aborter.pending if aborter else 0)
 
 
+def _received(receivers: dict[str, ReceiverCounts]) -> Iterator[Metric]:
+    """What came in over OTLP, by protocol."""
+    for name, about, field in (
+        ("export_calls", "OTLP messages taken.", "calls"),
+        ("export_bytes", "Bytes of OTLP messages taken.", "bytes"),
+        ("spans", "Spans received.", "read"),
+        ("spans_ignored", "Spans that are no records.", "ignored"),
+        ("spans_invalid", "Spans named like a record that break the convention.", "invalid"),
+    ):
+        yield _counters(name, about, ("protocol",), (((p,), getattr(r, field)) for p, r in receivers.items()))
+    yield _counters(
+        "export_calls_refused", "OTLP calls and connections refused, by reason.", ("protocol", "reason"),
+        (((protocol, reason), count) for protocol, r in receivers.items() for reason, count in r.refused.items()),
+    )  # fmt: skip
+
+
 class Exposition:
     """``/metrics``, in the format that the scraper asks for."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, forwarder: Forwarder | None = None) -> None:
+        """Args:
+        runtime: The guard.
+        forwarder: What forwards spans that are no records; None if they are ignored.
+        """
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(GuardCollector(runtime))
+        self._registry.register(GuardCollector(runtime, forwarder))
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str) -> tuple[bytes, str]:

@@ -25,7 +25,7 @@ from guard.incidents.store import Incident
 from guard.ledger import Ledger, Request
 from guard.log import log
 from guard.receive.inbox import Inbox, Received
-from guard.records import Record, RecordError
+from guard.records import Record
 
 _IDLE_S = 0.02
 """Longest pause between two rounds."""
@@ -135,7 +135,7 @@ class Runtime:
     def _round(self, received: Received | None) -> None:
         if received is not None:
             self._received_ns = received.received_ns
-            items = received.batch.items
+            items = list(received.rows)
             for first in range(0, len(items), _PUBLISH_EVERY):
                 for item in items[first : first + _PUBLISH_EVERY]:
                     self._feed(item)
@@ -151,11 +151,10 @@ class Runtime:
             self._next_housekeeping_ns = now_ns + _HOUSEKEEPING_EVERY_NS
             self._keep_house()
 
-    def _feed(self, item: Record | RecordError) -> None:
+    def _feed(self, item: Record) -> None:
         now_ns = self._clock_ns()
-        if isinstance(item, RecordError):
-            if item.header is not None:
-                self._ledger.feed_invalid(item.header, now_ns)
+        if type(item) is Record:  # a place in the stream, and what was there could not be read
+            self._ledger.feed_invalid(item, now_ns)
             return
         self.counters.records[item.NAME] += 1
         self._recent.add(item, self._received_ns)

@@ -12,7 +12,6 @@ from guard import __version__
 from guard.config import load
 from guard.counters import Histogram
 from guard.incidents.recorder import Recorder
-from guard.receive.otlp import Batch
 from guard.runtime import Runtime
 
 
@@ -40,15 +39,20 @@ def test_both_formats_parse_and_agree(runtime: Runtime) -> None:
 
 
 def test_counters_are_shown(runtime: Runtime) -> None:
-    runtime.counters.received(Batch(read=5, ignored=2, invalid=1))
-    runtime.counters.refused("full")
+    runtime.counters.receivers["http"].took(1000, 5, 2, 1)
+    runtime.counters.receivers["grpc"].refuse("full")
     runtime.counters.records["kv.read"] += 2
     samples = _samples(runtime)
-    assert samples["kvguard_spans_total", ()] == 5
-    assert samples["kvguard_spans_ignored_total", ()] == 2
-    assert samples["kvguard_spans_invalid_total", ()] == 1
-    assert samples["kvguard_export_calls_refused_total", (("reason", "full"),)] == 1
-    assert samples["kvguard_export_calls_refused_total", (("reason", "malformed"),)] == 0
+    http, grpc = ("protocol", "http"), ("protocol", "grpc")
+    assert samples["kvguard_export_calls_total", (http,)] == 1
+    assert samples["kvguard_export_bytes_total", (http,)] == 1000
+    assert samples["kvguard_spans_total", (http,)] == 5
+    assert samples["kvguard_spans_total", (grpc,)] == 0
+    assert samples["kvguard_spans_ignored_total", (http,)] == 2
+    assert samples["kvguard_spans_invalid_total", (http,)] == 1
+    assert samples["kvguard_export_calls_refused_total", (grpc, ("reason", "full"))] == 1
+    assert samples["kvguard_export_calls_refused_total", (grpc, ("reason", "malformed"))] == 0
+    assert samples["kvguard_spans_forwarded_total", ()] == 0
     assert samples["kvguard_records_total", (("record", "kv.read"),)] == 2
     assert samples["kvguard_build_info", (("mode", "monitor"), ("version", __version__))] == 1
     assert samples["kvguard_queue_capacity_records", ()] == 262_144
@@ -70,7 +74,7 @@ def test_buckets_are_cumulative(runtime: Runtime) -> None:
 
 def test_no_label_names_a_request_or_tenant(runtime: Runtime) -> None:
     names = {label for _, labels in _samples(runtime) for label, _ in labels}
-    assert names <= {"action", "kind", "le", "mode", "reason", "record", "result", "state", "version"}
+    assert names <= {"action", "kind", "le", "mode", "protocol", "reason", "record", "result", "state", "version"}
 
 
 def test_a_value_on_a_bound_is_within_it() -> None:

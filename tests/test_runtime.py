@@ -17,7 +17,7 @@ from guard.act.board import BoardReader, Verdict
 from guard.config import load
 from guard.incidents.recorder import Recorder
 from guard.incidents.store import Store
-from guard.receive.otlp import Batch, parse_protobuf
+from guard.receive.decode import Rows, decode_protobuf
 from guard.records import Record
 from guard.runtime import Runtime
 
@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Runtime, BoardReader]]]
 
 def put(runtime: Runtime, *messages: bytes) -> None:
     for message in messages:
-        assert runtime.inbox.put(parse_protobuf(message), 1)
+        assert runtime.inbox.put(decode_protobuf(message).rows, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +112,7 @@ def _on_other_streams(messages: list[bytes]) -> list[bytes]:
 
 def test_a_full_queue_drains_once_the_ledger_runs(make: Callable[..., tuple[Runtime, BoardReader]]) -> None:
     runtime, board = make("listen.queue_records=10")
-    batches = [parse_protobuf(m) for m in case("clean-two-tenants")]
+    batches = [decode_protobuf(m).rows for m in case("clean-two-tenants")]
     taken = [batch for batch in batches if runtime.inbox.put(batch, 1)]
     assert len(taken) == 10
     runtime.start()
@@ -164,7 +164,7 @@ def test_a_locked_incident_store_does_not_hold_up_verdicts(
 
 def test_an_empty_batch_is_nothing(make: Callable[..., tuple[Runtime, BoardReader]]) -> None:
     runtime, board = make()
-    runtime.inbox.put(Batch(), 1)
+    runtime.inbox.put(Rows(), 1)
     runtime.start()
     until(lambda: runtime.inbox.depth == 0)
     assert board.alive(max_age_s=30)

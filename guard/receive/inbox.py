@@ -6,13 +6,13 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from guard.receive.otlp import Batch
+from guard.receive.decode import Rows
 
 
 class Received(NamedTuple):
     """One message's records and when they came."""
 
-    batch: Batch
+    rows: Rows
     received_ns: int
 
 
@@ -31,13 +31,13 @@ class Inbox:
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, batch: Batch, received_ns: int) -> bool:
+    def put(self, rows: Rows, received_ns: int) -> bool:
         """Queues a batch; False if it is full or closed."""
-        size = len(batch.items)
+        size = len(rows)
         with self._changed:
             if self._closed or (self.depth and self.depth + size > self.capacity):
                 return False
-            self._batches.append(Received(batch, received_ns))
+            self._batches.append(Received(rows, received_ns))
             self.depth += size
             self._changed.notify()
         return True
@@ -54,7 +54,7 @@ class Inbox:
             if not self._batches:
                 return None
             received = self._batches.popleft()
-            self.depth -= len(received.batch.items)
+            self.depth -= len(received.rows)
             return received
 
     def close(self) -> None:
