@@ -206,6 +206,26 @@ class Board(_Section):
         return value
 
 
+class Ring(_Section):
+    """Shared memory through which processes on this machine hand over records, beside OTLP."""
+
+    on: bool = True
+    path: str = "/dev/shm/kvguard/ring"
+    """The file; engines are told the same. It gets mode 0600, so engine and guard run as the same user."""
+    lanes: int = Field(default=16, ge=1, le=1024)
+    """Processes' streams that can write at once."""
+    rows: int = Field(default=32_768, ge=64, le=1 << 24)
+    """Rows of 64 bytes a lane, a power of two; most records take three to five. Memory for all of them is reserved
+    when the ring is made. One that is there already is taken as it is."""
+
+    @field_validator("rows")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} is not a power of two")
+        return value
+
+
 class Incidents(_Section):
     """What the guard remembers."""
 
@@ -248,6 +268,7 @@ class Config(_Section):
     mode: Literal["monitor", "enforce"] = "monitor"
     """``monitor`` judges and reports and kills nothing."""
     listen: Listen = Listen()
+    ring: Ring = Ring()
     board: Board = Board()
     incidents: Incidents = Incidents()
     engine: Engine = Engine()

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from guard.receive.inbox import Inbox
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from receiving import RecordingSink, free, over_grpc, request
 
@@ -21,7 +22,6 @@ from guard.receive.access import Tokens
 from guard.receive.address import Address, BindError
 from guard.receive.decode import Rows
 from guard.receive.grpc import SERVICE, GrpcReceiver
-from guard.receive.inbox import Inbox
 from guard.receive.intake import Intake
 from guard.records import Free, PageSet, Record
 from hooks.emit import configure

@@ -10,6 +10,7 @@ bool Inbox::put(Rows& rows, std::int64_t received_ns) {
     {
         const std::lock_guard lock(mutex_);
         if (closed_) return false;
+        if (records == 0) return true;
         if (!messages_.empty() && (depth() + records > limit_records_ || this->bytes() + bytes > limit_bytes_))
             return false;
         messages_.push_back({std::exchange(rows, Rows{}), received_ns});
