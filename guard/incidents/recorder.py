@@ -39,6 +39,8 @@ class Recorder:
         written: Events written.
         failures: Attempts that failed: a full disk, a locked database.
         dropped: Events that found the queue full; their findings are in the log all the same.
+        on_saved: Called with the ids of incidents that the disk has, from the recorder's thread; to be set before
+            `start`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Recorder:
             StoreError: The file cannot be had at all.
         """
         self.written = self.failures = self.dropped = 0
+        self.on_saved: Callable[[list[str]], None] = lambda _incidents: None
         Store.open(path).close()
         self._path = path
         self._keep = keep
@@ -125,6 +128,7 @@ class Recorder:
                 continue
             pause = _FIRST_PAUSE_S
             self.written += len(events)
+            self.on_saved([event.incident.id for event in events if isinstance(event, Saved)])
             with self._changed:
                 for _ in events:
                     self._events.popleft()

@@ -1,6 +1,7 @@
 """The native core: records, OTLP decoder, ring, ledger, board, journal."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 from typing_extensions import Buffer
 
@@ -146,6 +147,30 @@ class Ledger:
 
     def request_ids(self) -> list[str]: ...
     def request(self, id: str) -> RequestContents | None: ...
+
+# The verdict board
+
+class BoardWriter:
+    """The guard's side of the verdict board (`guard.act.board`). Belongs to the ledger's thread."""
+
+    @staticmethod
+    def create(path: str | os.PathLike[str], *, requests: int = 65536, streams: int = 1024) -> BoardWriter: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def verdicts(self) -> int: ...
+    @property
+    def saturated(self) -> int: ...
+    @property
+    def streams_without_row(self) -> int: ...
+    def heartbeat(self, now_ns: int | None = None) -> None: ...
+    def set_verdict(self, request: str, verdict: int, incident: str = "") -> None: ...
+    def clear(self, request: str) -> None: ...
+    def expire(self, before_ns: int) -> int: ...
+    def advance(self, stream: str, epoch: int, seq: int) -> None: ...
+    def forget_stream(self, stream: str) -> None: ...
+    def close(self) -> None: ...
+
 # The ring
 
 RING_PATH: str
@@ -254,3 +279,187 @@ class RingReader:
     def wake(self) -> None: ...
     def lanes(self) -> list[RingLane]: ...
     def close(self) -> None: ...
+
+# The core loop
+
+class Inbox:
+    """The bounded queue between the receivers' threads and the ledger's. Any thread may use it."""
+
+    def __init__(self, limit_records: int, limit_bytes: int = 268435456) -> None:
+        """A message larger than the limits is taken when nothing else waits."""
+
+    def put(self, rows: Rows, received_ns: int) -> bool:
+        """Queues the records of one message, all or none.
+
+        Returns:
+            False, and `rows` as it was, if there is no room or the inbox is closed; else `rows` is left empty.
+        """
+
+    def full(self) -> bool:
+        """Whether not even one more record would be taken."""
+
+    def close(self) -> None:
+        """Takes nothing more; what is queued will still be judged."""
+
+    @property
+    def depth(self) -> int:
+        """Records that wait."""
+
+    @property
+    def bytes(self) -> int:
+        """Their bytes."""
+
+    @property
+    def limit_records(self) -> int: ...
+    @property
+    def limit_bytes(self) -> int: ...
+
+class Recent:
+    """The last records, in so many bytes; the 32 newest of a request outlive a burst of others."""
+
+    def __init__(self, limit_bytes: int) -> None: ...
+    def add(self, rows: Rows, received_ns: int) -> None: ...
+    def evidence(self, requests: Sequence[str], streams: Sequence[str]) -> list[tuple[Record, int]]:
+        """What is kept of these requests, and of these streams' records that have no request."""
+
+LATENCY_BOUNDS: tuple[float, ...]
+
+class CoreStats:
+    """What the core has counted, and what it holds."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def requests_live(self) -> int: ...
+    @property
+    def requests_ended(self) -> int: ...
+    @property
+    def transfers(self) -> int: ...
+    @property
+    def records_held(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
+    @property
+    def duplicates(self) -> int: ...
+    @property
+    def late(self) -> int: ...
+    @property
+    def gaps(self) -> int: ...
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Records beyond each limit of the ledger's."""
+
+    @property
+    def records(self) -> dict[str, int]:
+        """Records judged or waiting, by span name."""
+
+    @property
+    def broken(self) -> int:
+        """Messages in the inbox that turned out to be no records somewhere."""
+
+    @property
+    def kills(self) -> int: ...
+    @property
+    def kills_withheld(self) -> int:
+        """Requests that would have been killed in enforce mode."""
+
+    @property
+    def latency(self) -> list[int]:
+        """Records by the seconds from their time to their verdict: within each of `LATENCY_BOUNDS` and above the one
+        before; the last are above them all.
+        """
+
+    @property
+    def latency_sum(self) -> float: ...
+    @property
+    def ledger_bytes(self) -> int: ...
+    @property
+    def waiting(self) -> int:
+        """What happened and was not taken yet."""
+
+    @property
+    def journal_bytes(self) -> int: ...
+    @property
+    def journal_failures(self) -> int: ...
+    @property
+    def lanes(self) -> list[RingLane]: ...
+
+class IncidentState:
+    """An incident, as the core knows it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def request(self) -> str | None: ...
+    @property
+    def tenant(self) -> str | None: ...
+    @property
+    def killed(self) -> bool:
+        """Whether its request was killed, or would have been in enforce mode."""
+
+    @property
+    def record_ns(self) -> int: ...
+    @property
+    def received_ns(self) -> int: ...
+    @property
+    def verdict_ns(self) -> int: ...
+
+class Happened:
+    """A finding, new or grown; or the end of an incident, whose request is forgotten."""
+
+    @property
+    def over(self) -> bool: ...
+    @property
+    def incidents(self) -> list[IncidentState]: ...
+    @property
+    def finding(self) -> FindingContents: ...
+    @property
+    def fresh(self) -> bool: ...
+    @property
+    def received_ns(self) -> int: ...
+
+class Core:
+    """Judges what comes in, and publishes what came of it."""
+
+    def __init__(
+        self,
+        policy: LedgerPolicy,
+        settings: LedgerSettings,
+        *,
+        enforce: bool,
+        inbox: Inbox,
+        board: BoardWriter,
+        ring: str | None = None,
+        ring_lanes: int = ...,
+        ring_rows: int = ...,
+        journal: Journal | None = None,
+        recent_bytes: int = 8388608,
+    ) -> None:
+        """Raises:
+        RuntimeError: The ring cannot be had.
+        """
+
+    def run(self) -> None:
+        """Judges until the inbox is closed and everything is judged; the GIL is free meanwhile.
+
+        Raises:
+            BoardError: The board was closed.
+            RuntimeError: What else goes wrong.
+        """
+
+    def take(self, timeout_s: float) -> list[Happened] | None:
+        """Some of what happened; waits for it so long. None once `run` is over and everything was taken."""
+
+    def abandon(self) -> None:
+        """Nobody will take what happens any more: closes the inbox, and `run` waits for nobody."""
+
+    def evidence(self, requests: Sequence[str], streams: Sequence[str]) -> list[tuple[Record, int]]:
+        """As `Recent.evidence`, of what was judged or waits."""
+
+    def settled(self, incidents: Sequence[str]) -> None:
+        """The store has these incidents: the journal need not keep them."""
+
+    def stats(self) -> CoreStats: ...
+    @property
+    def last_round_ns(self) -> int:
+        """When the last round was done; `time.monotonic_ns`."""

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "ledger/ledger.hpp"
+#include "py_ledger.hpp"
 #include "py_records.hpp"
 
 namespace nb = nanobind;
@@ -26,8 +27,9 @@ nb::object set_of(const Texts& texts) {
     return set;
 }
 
-// In the order of guard.native.ledger's `_Contents`.
-nb::object contents(const Finding& f) {
+}  // namespace
+
+nb::object kvguard::contents(const Finding& f) {
     nb::list runs;
     for (const auto& [start, stop] : f.pages) runs.append(nb::make_tuple(start, stop));
     return nb::make_tuple(static_cast<int>(f.kind), text(f.has_request, f.request), text(f.has_pool, f.pool),
@@ -35,6 +37,8 @@ nb::object contents(const Finding& f) {
                           f.seq, f.time_ns, text(f.has_transfer, f.transfer), text(f.reason),
                           set_of(f.other_tenants), set_of(f.other_requests), set_of(f.subjects), runs);
 }
+
+namespace {
 
 nb::object summary(const RequestSummary& r) {
     return nb::make_tuple(text(r.id), text(r.has_tenant, r.tenant), set_of(r.lineage), r.killed, r.disclosed);
