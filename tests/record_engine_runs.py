@@ -16,28 +16,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from engine_runs import CORRECT, RUNS
 from guarded import TraceSink
 
 from guard.demo.client import ALICE, BOB, TENANTS, Client
 from guard.demo.scenarios import SCENARIOS
 from guard.demo.stand import Stand
-from guard.receive.otlp import parse_json_line
-from guard.records import Record, to_attributes
+from guard.records import to_attributes
 
-RUNS = Path(__file__).parent / "data" / "engine_runs"
 TRIES = 2
 NAMES = {str: "stringValue", int: "intValue", bool: "boolValue"}
 
 Play = Callable[[Client, random.Random], Awaitable[object]]
-
-
-def recorded(name: str) -> list[Record]:
-    """A run's records in the order in which they arrived."""
-    with gzip.open(RUNS / f"{name}.jsonl.gz") as file:
-        items = [item for line in file for item in parse_json_line(line).items]
-    records = [item for item in items if isinstance(item, Record)]
-    assert len(records) == len(items) > 0
-    return records
 
 
 async def unfaulty(client: Client, rng: random.Random) -> None:
@@ -92,8 +82,8 @@ def main() -> None:
     for scenario in SCENARIOS:
         if not wanted or scenario.fault in wanted:
             record(scenario.fault, (scenario.fault,), scenario.play, scenario.engine)
-    if not wanted or "correct" in wanted:
-        record("correct", (), unfaulty, {"prefill": {"pages": 64}, "decode": {"pages": 48}})
+    if not wanted or CORRECT in wanted:
+        record(CORRECT, (), unfaulty, {"prefill": {"pages": 64}, "decode": {"pages": 48}})
 
 
 if __name__ == "__main__":

@@ -48,12 +48,14 @@ STRICT = Policy(digests="require", scrub="require")
 
 
 def judge(
-    records: list[Record], policy: Policy | None = None
+    records: list[Record], policy: Policy | None = None, *, grace_s: float = 30
 ) -> tuple[Any, dict[tuple[object, ...], dict[str, object]]]:
     """The findings by key, once the input is over."""
     found: list[Finding] = []
     ledger = make_ledger(
-        policy, LedgerSettings(reorder_window_ms=None), lambda finding, new: found.append(finding) if new else None
+        policy,
+        LedgerSettings(reorder_window_ms=None, leak_grace_s=grace_s),
+        lambda finding, new: found.append(finding) if new else None,
     )
     for record in records:
         ledger.feed(record)
