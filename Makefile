@@ -55,6 +55,13 @@ demo: $(VENV)/.stamp  ## A real engine leaks, the guard stops it: every historic
 test: $(VENV)/.stamp  ## Run the tests
 	$(BIN)/python -m pytest
 
+FUZZ_SECONDS ?= 600
+
+.PHONY: fuzz
+fuzz: $(VENV)/.stamp  ## Feed the native core what it must survive, FUZZ_SECONDS (600) for each target
+	@command -v clang++ >/dev/null || [ "$$(id -u)" != 0 ] || apt-get install -yq clang
+	$(BIN)/python tests/fuzzing.py --seconds $(FUZZ_SECONDS)
+
 .PHONY: bench
 bench: $(VENV)/.stamp  ## Measure: the engine with and without the guard, the emitter, the ledger
 	$(BIN)/python -m bench
