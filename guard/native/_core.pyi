@@ -280,6 +280,11 @@ class Ledger:
     def request_ids(self) -> list[str]: ...
     def request(self, id: str) -> RequestContents | None: ...
 
+# The journal
+
+class Journal:
+    """What a restarted guard must know of the one before it."""
+
 # The core loop
 
 class Inbox:
