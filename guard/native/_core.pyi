@@ -78,29 +78,75 @@ def decode_otlp(data: Buffer) -> Decoded:
         ValueError: The message is broken as a whole, or longer than 64 MiB; nothing of it counts.
     """
 
-# The verdict board
+# The ledger
 
-class BoardWriter:
-    """The guard's side of the verdict board (`guard.act.board`). Belongs to the ledger's thread."""
+class LedgerPolicy:
+    """guard.policy.Policy, for the ledger."""
 
-    @staticmethod
-    def create(path: str | os.PathLike[str], *, requests: int = 65536, streams: int = 1024) -> BoardWriter: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def verdicts(self) -> int: ...
-    @property
-    def saturated(self) -> int: ...
-    @property
-    def streams_without_row(self) -> int: ...
-    def heartbeat(self, now_ns: int | None = None) -> None: ...
-    def set_verdict(self, request: str, verdict: int, incident: str = "") -> None: ...
-    def clear(self, request: str) -> None: ...
-    def expire(self, before_ns: int) -> int: ...
-    def advance(self, stream: str, epoch: int, seq: int) -> None: ...
-    def forget_stream(self, stream: str) -> None: ...
-    def close(self) -> None: ...
+    def __init__(
+        self,
+        *,
+        permit_sharing: bool,
+        require_digests: bool,
+        require_scrub: bool,
+        act_on_degraded: bool,
+        actions: list[int],
+    ) -> None: ...
 
+class LedgerSettings:
+    """guard.ledger.LedgerSettings, for the ledger."""
+
+    window_ns: int
+    leak_grace_ns: int
+    leak_grace_text: str
+    max_held: int
+    restart_records: int
+    max_ended: int
+    max_streams: int
+    max_pool_pages: int
+    max_pools: int
+    max_pages: int
+    max_requests: int
+    max_request_streams: int
+    max_transfers: int
+    def __init__(self) -> None: ...
+
+FindingContents = tuple[
+    int, str | None, str | None, str | None, int, bool, str, int, int, int, str | None, str,
+    set[str], set[str], set[str], list[tuple[int, int]],
+]  # fmt: skip
+"""Kind, request, pool, tenant, the action's rank, degraded, stream, epoch, seq, time, transfer, reason, other tenants,
+other requests, subjects, runs of pages."""
+
+RequestContents = tuple[str, str | None, set[str], bool, bool]
+"""Id, tenant, lineage, killed, disclosed."""
+
+class Ledger:
+    """The ledger; `guard.native.ledger.Ledger` makes it look like `guard.ledger.Ledger`."""
+
+    def __init__(self, policy: LedgerPolicy, settings: LedgerSettings, *, summaries: bool) -> None: ...
+    def feed(self, record: Record, now_ns: int) -> None: ...
+    def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
+    def advance(self, now_ns: int) -> None: ...
+    def finish(self) -> None: ...
+    def take_events(self) -> list[tuple[bool, FindingContents | None, RequestContents | None]]:
+        """What happened since: findings, each once and as it is now (True: new), and requests forgotten.
+
+        Without `summaries`, of requests forgotten only those that a finding names or hits, and of these the id alone.
+        """
+
+    def streams(self) -> list[tuple[str, int, int, int, int]]:
+        """Name, epoch, watermark, duplicates, late of each."""
+
+    def watermark(self, stream: str) -> tuple[int, int]: ...
+    def sizes(self) -> dict[str, int]: ...
+    def gaps(self) -> int: ...
+    def dropped_by(self) -> dict[str, int]: ...
+    def bytes(self) -> int:
+        """Memory kept for tables, roughly."""
+
+    def request_ids(self) -> list[str]: ...
+    def request(self, id: str) -> RequestContents | None: ...
 # The ring
 
 RING_PATH: str
@@ -210,75 +256,28 @@ class RingReader:
     def lanes(self) -> list[RingLane]: ...
     def close(self) -> None: ...
 
-# The ledger
+# The verdict board
 
-class LedgerPolicy:
-    """guard.policy.Policy, for the ledger."""
+class BoardWriter:
+    """The guard's side of the verdict board (`guard.act.board`). Belongs to the ledger's thread."""
 
-    def __init__(
-        self,
-        *,
-        permit_sharing: bool,
-        require_digests: bool,
-        require_scrub: bool,
-        act_on_degraded: bool,
-        actions: list[int],
-    ) -> None: ...
-
-class LedgerSettings:
-    """guard.ledger.LedgerSettings, for the ledger."""
-
-    window_ns: int
-    leak_grace_ns: int
-    leak_grace_text: str
-    max_held: int
-    restart_records: int
-    max_ended: int
-    max_streams: int
-    max_pool_pages: int
-    max_pools: int
-    max_pages: int
-    max_requests: int
-    max_request_streams: int
-    max_transfers: int
-    def __init__(self) -> None: ...
-
-FindingContents = tuple[
-    int, str | None, str | None, str | None, int, bool, str, int, int, int, str | None, str,
-    set[str], set[str], set[str], list[tuple[int, int]],
-]  # fmt: skip
-"""Kind, request, pool, tenant, the action's rank, degraded, stream, epoch, seq, time, transfer, reason, other tenants,
-other requests, subjects, runs of pages."""
-
-RequestContents = tuple[str, str | None, set[str], bool, bool]
-"""Id, tenant, lineage, killed, disclosed."""
-
-class Ledger:
-    """The ledger; `guard.native.ledger.Ledger` makes it look like `guard.ledger.Ledger`."""
-
-    def __init__(self, policy: LedgerPolicy, settings: LedgerSettings, *, summaries: bool) -> None: ...
-    def feed(self, record: Record, now_ns: int) -> None: ...
-    def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
-    def advance(self, now_ns: int) -> None: ...
-    def finish(self) -> None: ...
-    def take_events(self) -> list[tuple[bool, FindingContents] | tuple[None, RequestContents]]:
-        """What happened since: findings, each once and as it is now (True: new), and requests forgotten (None).
-
-        Without `summaries`, of requests forgotten only those that a finding names or hits, and of these the id alone.
-        """
-
-    def streams(self) -> list[tuple[str, int, int, int, int]]:
-        """Name, epoch, watermark, duplicates, late of each."""
-
-    def watermark(self, stream: str) -> tuple[int, int]: ...
-    def sizes(self) -> dict[str, int]: ...
-    def gaps(self) -> int: ...
-    def dropped_by(self) -> dict[str, int]: ...
-    def bytes(self) -> int:
-        """Memory kept for tables, roughly."""
-
-    def request_ids(self) -> list[str]: ...
-    def request(self, id: str) -> RequestContents | None: ...
+    @staticmethod
+    def create(path: str | os.PathLike[str], *, requests: int = 65536, streams: int = 1024) -> BoardWriter: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def verdicts(self) -> int: ...
+    @property
+    def saturated(self) -> int: ...
+    @property
+    def streams_without_row(self) -> int: ...
+    def heartbeat(self, now_ns: int | None = None) -> None: ...
+    def set_verdict(self, request: str, verdict: int, incident: str = "") -> None: ...
+    def clear(self, request: str) -> None: ...
+    def expire(self, before_ns: int) -> int: ...
+    def advance(self, stream: str, epoch: int, seq: int) -> None: ...
+    def forget_stream(self, stream: str) -> None: ...
+    def close(self) -> None: ...
 
 # The journal
 

@@ -79,6 +79,7 @@ RingReader::RingReader() : impl_(std::make_unique<Impl>()) {}
 RingReader::~RingReader() = default;
 
 std::unique_ptr<RingReader> RingReader::open(const std::string& path, std::uint32_t lanes, std::uint32_t rows) {
+    if (path.find('\0') != path.npos) throw std::runtime_error("ring: its path holds a NUL");
     std::unique_ptr<RingReader> reader(new RingReader);
     kvg_ring& ring = reader->impl_->ring;
     const char* wrong = kvg_ring_map(&ring, path.c_str(), lanes, rows);
@@ -103,7 +104,12 @@ std::size_t RingReader::Impl::take(Place& place, Rows& out, std::size_t limit) {
     const std::uint64_t whole = std::uint64_t{ring.rows} * KVG_ROW_BYTES;
     const char* const base = kvg_lane_rows(place.lane);
     std::uint64_t tail = place.tail;
-    if (head == tail) return 0;
+    if (head == tail) {
+        // Nobody else writes it, but a writer that found it wrong would never write again.
+        if (__atomic_load_n(&place.lane->tail, __ATOMIC_RELAXED) != tail)
+            __atomic_store_n(&place.lane->tail, tail, __ATOMIC_RELEASE);
+        return 0;
+    }
     if (head - tail > ring.rows) {
         // No writer does that. How much was lost nobody knows; a lane full is the most that was ever there.
         place.tell(head, 0, whole);

@@ -12,8 +12,8 @@ namespace kvguard {
 namespace {
 
 std::vector<kvg_ring_writer*>& taken_lanes() {
-    static std::vector<kvg_ring_writer*> lanes;
-    return lanes;
+    static auto* const lanes = new std::vector<kvg_ring_writer*>;  // writers may outlive static objects
+    return *lanes;
 }
 
 }  // namespace
@@ -27,6 +27,7 @@ void RingWriter::after_fork_in_child() {
 RingWriter::RingWriter(const std::string& path, const std::string& stream, std::uint64_t epoch, std::uint32_t lanes,
                        std::uint32_t rows)
     : stream_(stream), epoch_(epoch) {
+    if (path.find('\0') != path.npos) throw std::runtime_error("ring: its path holds a NUL");
     static const int watched = pthread_atfork(nullptr, nullptr, &RingWriter::after_fork_in_child);
     if (watched != 0) throw std::runtime_error("ring " + path + ": cannot watch for forks");
     if (const char* wrong = kvg_ring_enter(&lane_, path.c_str(), lanes, rows, stream.data(), stream.size());

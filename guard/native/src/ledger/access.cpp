@@ -89,10 +89,9 @@ class TaintedResponse final : public Watcher {
 };
 
 // Keeps a read or a response; when there are too many, as one with the last.
-void keep_looked(std::vector<Looked>& kept, const Where& where, std::string_view pool, const Pages& pages,
-                 std::uint64_t limit) {
+void keep_looked(FewOf<Looked>& kept, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit) {
     if (kept.size() < kMaxLooked) {
-        kept.push_back({where, std::string(pool), PageRuns(pages)});
+        kept.push_back({where, pool, PageRuns(pages)});
         return;
     }
     Looked& last = kept.back();
@@ -110,10 +109,10 @@ void keep_looked(std::vector<Looked>& kept, const Where& where, std::string_view
             for (std::uint64_t at = first; at < stop; at += KVG_MAX_PAGES)
                 joined.add_run(at, std::min<std::uint64_t>(stop - at, KVG_MAX_PAGES));
     }
-    last = {where, std::string(pool), std::move(joined)};
+    last = {where, pool, std::move(joined)};
 }
 
-void stale_read(World& world, Stream& stream, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
+void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
                 Evidence&& stale) {
     if (!stale.empty()) {
         const std::uint64_t wrong = stale.size();
@@ -133,19 +132,10 @@ void stale_read(World& world, Stream& stream, RequestStream* rs, const Record& r
     });
     Report more;
     more.evidence = &beyond;
-    more.degraded = degraded(rs, stream.losses);
+    more.degraded = rs->degraded();
     more.reason = "read " + std::to_string(record.tokens) + " tokens, " + to_text(valid) + " are valid";
     world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
 }
-
-// A label that was read, and the pages that carry it.
-struct Read {
-    Taint* label;
-    bool unvouched;
-    Ref<Taint> taken;  // what the reader takes of it
-    bool watched;      // foreign, or it may become so
-    SortedRuns pages;
-};
 
 void note_page(SortedRuns& runs, std::uint64_t index) {
     if (!runs.empty() && runs.back().second == index) {
@@ -157,10 +147,6 @@ void note_page(SortedRuns& runs, std::uint64_t index) {
 
 }  // namespace
 
-bool degraded(const RequestStream* rs, std::uint64_t losses) {
-    return rs->marked_degraded || rs->losses_before != losses;
-}
-
 void write(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     Pool* const pool = world.pool_of(record, stream.name);
     Ref<Taint> label = rs->label;
@@ -169,7 +155,7 @@ void write(World& world, Stream& stream, RequestStream* rs, const Record& record
     if (record.code == KVG_PUBLIC) {
         label = world.public_label;
     } else if (!world.taints.sets.contains(label->tenants, tenant)) {
-        const Ref<Taint> own = world.taints.single(tenant, rs->request->id.get());
+        const Ref<Taint> own = world.own_label(rs->request, tenant);
         label = world.taints.join(label.get(), own.get());
     }
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
@@ -214,16 +200,17 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     if (rs->permitted)
         if (const auto at = rs->permitted->find(pool); at != rs->permitted->end()) permitted = &at->second;
     Evidence stale;
-    std::vector<Read> labels;
+    auto& labels = world.labels_read;
+    labels.clear();
     const auto look = [&](Taint* label, std::uint64_t index, bool unvouched) {
         if (label == nullptr || label->nothing()) return;
-        for (Read& known : labels)
+        for (LabelRead& known : labels)
             if (known.label == label && known.unvouched == unvouched) {
                 if (known.watched) note_page(known.pages, index);
                 return;
             }
-        labels.push_back({label, unvouched, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), false, {}});
-        Read& fresh = labels.back();
+        labels.push_back({label, unvouched, false, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), {}});
+        LabelRead& fresh = labels.back();
         fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
         if (fresh.watched) note_page(fresh.pages, index);
     };
@@ -245,10 +232,10 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         stale.add_run(first, first + pages);
         beyond -= pages;
     }
-    stale_read(world, stream, rs, record, pool, where, std::move(stale));
+    stale_read(world, rs, record, pool, where, std::move(stale));
     SmallVec<Taint*, 8> tasted;
     tasted.push_back(rs->label.get());
-    for (Read& label : labels) {
+    for (LabelRead& label : labels) {
         tasted.push_back(label.taken.get());
         if (!label.watched) continue;
         normalise(label.pages);
@@ -258,16 +245,17 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     }
     if (tasted.size() > 1) rs->label = world.taints.join(tasted.begin(), tasted.size());
     if (!world.taints.sets.contains(rs->label->tenants, tenant)) {
-        const Ref<Taint> own = world.taints.single(tenant, rs->request->id.get());
+        const Ref<Taint> own = world.own_label(rs->request, tenant);
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
-    keep_looked(rs->reads, where, pool->id, record.pages, pool->limit);
+    labels.clear();
+    keep_looked(rs->reads, where, world.pool_name(pool), record.pages, pool->limit);
     crossing(world, rs->request);
 }
 
-void respond(World& world, RequestStream* rs, const Record& record, const Where& where) {
+void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     if (record.extra < 200 || record.extra >= 300) return;
-    keep_looked(rs->responses, where, record.pool_id(), {}, 0);
+    keep_looked(rs->responses, where, world.pool_name(record, stream.name), {}, 0);
     Name* const tenant = world.tenant_names.intern(record.tenant);
     const Ref<Name> keep(tenant);
     if (rs->label->open() || world.taints.foreign(rs->label->tenants, tenant)) {
@@ -285,7 +273,7 @@ void crossing(World& world, Request* request) {
         for (RequestStream* rs : request->streams) {
             if (rs == reader || rs->responses.empty()) continue;
             const Looked& first = rs->responses.front();
-            tainted(world, rs, first.where, first.pool, *reader->label, reader->tenant.get());
+            tainted(world, rs, first.where, first.pool->key(), *reader->label, reader->tenant.get());
         }
     }
 }
@@ -297,28 +285,30 @@ void dead_or_rejected(World& world, Request* request) {
             Report more;
             more.reason = "answered 2xx although a worker rejected the request";
             const Looked& first = rs->responses.front();
-            world.report(Kind::wrong_status, first.where, first.pool, true, rs, std::move(more));
+            world.report(Kind::wrong_status, first.where, first.pool->key(), true, rs, std::move(more));
         }
     for (const Death& death : request->deaths)
         for (RequestStream* rs : request->streams) {
             if (rs->stream == death.stream) continue;
             const auto known = death.clock ? death.clock->of(rs->stream) : std::pair<std::int64_t, std::int64_t>{0, -1};
             for (const auto* list : {&rs->reads, &rs->responses})
-                for (const Looked& looked : *list) {
+                for (std::size_t i = 0; i < list->size(); ++i) {
+                    const Looked& looked = (*list)[i];
                     if (std::pair{static_cast<std::int64_t>(looked.where.epoch),
                                   static_cast<std::int64_t>(looked.where.seq)} <= known)
                         continue;
                     Evidence pages;
-                    if (const Pool* const pool = world.find_pool(looked.pool); pool != nullptr) {
+                    if (const Pool* const pool = world.find_pool(looked.pool->key()); pool != nullptr) {
                         const Pages view = looked.pages.view();
-                        for (std::uint32_t i = 0; i < view.runs(); ++i)
-                            pages.add_run(view.run(i).first, std::min(view.run(i).stop(), pool->end()));
+                        for (std::uint32_t r = 0; r < view.runs(); ++r)
+                            pages.add_run(view.run(r).first, std::min(view.run(r).stop(), pool->end()));
                     }
                     Report more;
                     more.evidence = &pages;
+                    more.degraded = death.degraded;
                     more.reason = "went on although " + death.stream->text + " had ended it as " +
                                   outcome_text(death.outcome);
-                    world.report(Kind::zombie_request, looked.where, looked.pool, true, rs, std::move(more));
+                    world.report(Kind::zombie_request, looked.where, looked.pool->key(), true, rs, std::move(more));
                 }
         }
 }

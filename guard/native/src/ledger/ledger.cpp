@@ -111,14 +111,14 @@ struct Ledger::Impl {
         confirm_due(now_ns);
         const std::int64_t window = world.settings.window_ns < 0 ? 0 : world.settings.window_ns;
         if (now_ns - window > 0)
-            for (const auto& stream : streams) find_leaks(*stream, static_cast<std::uint64_t>(now_ns - window));
+            for (const auto& stream : streams) look_for_leaks(*stream, static_cast<std::uint64_t>(now_ns - window));
     }
 
     void finish() {
         while (give_up_most_stuck()) {
         }
         confirm_due(kForever);
-        for (const auto& stream : streams) find_leaks(*stream, time_ns);
+        for (const auto& stream : streams) look_for_leaks(*stream, time_ns);
     }
 
     bool overdue() const {
@@ -186,7 +186,6 @@ struct Ledger::Impl {
             if (stream.has_successor_deadline && stream.successor_deadline_ns > due) return;
             restart(world, stream);
             stream.leaks.clear();
-            stream.leaks_to = 0;
             stream.start_successor(deadline(world.now_ns), world.hash);
             if (world.witness != nullptr)
                 world.witness->epoch(stream.name->text, static_cast<std::uint64_t>(stream.epoch));
@@ -278,6 +277,7 @@ struct Ledger::Impl {
         stream.time_ns = std::max(stream.time_ns, record.time_ns);
         time_ns = std::max(time_ns, record.time_ns);
         find_leaks(stream, stream.time_ns);
+        if (record.has_pages()) fetch(stream, record);
         Request* const request = record.request.empty() ? nullptr : world.find_request(record.request);
         if (const auto limit = exceeded(world, stream, record, request)) {
             drop(*limit, where);
@@ -291,6 +291,14 @@ struct Ledger::Impl {
         stream.processed = static_cast<std::int64_t>(record.seq);
         note_moved(stream);
         if (want_judged) judged.push_back(record.time_ns);
+    }
+
+    // Asks for the pages' memory before it is needed.
+    void fetch(const Stream& stream, const Record& record) const {
+        const Pool* const pool = record.pool.empty() ? stream.name->own_pool : nullptr;
+        if (pool == nullptr) return;
+        const std::uint32_t runs = std::min<std::uint32_t>(record.pages.runs(), 16);
+        for (std::uint32_t i = 0; i < runs; ++i) pool->prefetch(record.pages.run(i).first);
     }
 
     void apply_to_request(Stream& stream, const Record& record, const Where& where, Request* known) {
@@ -321,13 +329,82 @@ struct Ledger::Impl {
             case KVG_FREE:
             case KVG_CACHE: give_back(world, stream, rs, record, where); break;
             case KVG_REQUEST_END: request_end(world, stream, rs, record, where); break;
-            case KVG_RESPOND: respond(world, rs, record, where); break;
+            case KVG_RESPOND: respond(world, stream, rs, record, where); break;
             default: break;
         }
     }
 
+    Where last_of(StreamName* name) {
+        const Stream* const stream = by_name.find(name->text);
+        if (stream == nullptr) return {0, name, 0, 0};
+        return {stream->time_ns, name, static_cast<std::uint64_t>(stream->epoch),
+                static_cast<std::uint64_t>(std::max<std::int64_t>(stream->processed, 0))};
+    }
+
+    // After guard/ledger/restored.py.
+    void restore(const Restored& before) {
+        Witness* const witness = std::exchange(world.witness, nullptr);
+        world.restored = true;
+        for (const Restored::Stream& known : before.streams) {
+            Stream* const stream = make(known.name);
+            stream->epoch = static_cast<std::int64_t>(known.epoch);
+            stream->processed = known.processed;
+            stream->resumed = known.processed + 1;
+            stream->next_seq = static_cast<std::uint64_t>(known.processed + 1);
+            stream->time_ns = known.time_ns;
+            stream->past.assign(known.past.begin(), known.past.end());
+            note_moved(*stream);
+        }
+        for (const auto& stream : streams) stream->name->blind = true;
+        for (const Restored::Pool& pool : before.pools) world.stream_name(pool.stream)->blind = true;
+        std::vector<Pool*> pools;
+        for (const Restored::Pool& announced : before.pools) {
+            Pool* const pool = world.pool(announced.id);
+            world.give(pool, world.stream_name(announced.stream));
+            pool->size = announced.pages;
+            pool->announced = true;
+            pool->page_tokens = announced.page_tokens;
+            pool->role = announced.role;
+            pools.push_back(pool);
+        }
+        for (const auto& stream : streams)
+            if (std::none_of(before.pools.begin(), before.pools.end(),
+                             [&](const Restored::Pool& p) { return p.stream == stream->name->text; }))
+                pools.push_back(world.own_pool(stream->name, false));
+        for (const Restored::Live& live : before.requests) {
+            Request* request = world.find_request(live.request);
+            if (request == nullptr) request = world.make_request(live.request);
+            StreamName* const name = world.stream_name(live.stream);
+            if (request->on(name) != nullptr) continue;
+            RequestStream* const rs = world.follow(request, name, live.tenant);
+            rs->marked_degraded = true;
+            if (!live.ended) continue;
+            rs->ended = rs->ended_unseen = true;
+            rs->end = last_of(name);
+        }
+        for (const Restored::Live& live : before.requests)
+            if (Request* const request = world.find_request(live.request); request != nullptr) world.note_over(request);
+        for (Pool* pool : pools) {
+            ++world.gaps;
+            Where where = last_of(pool->stream);
+            // Just after the last record: a hole that is found right there says more, and takes this finding over.
+            ++where.time_ns;
+            Report more;
+            more.degraded = true;
+            more.reason = kCannotVouch;
+            world.report(Kind::stream_gap, where, pool->id, true, nullptr, std::move(more));
+            pool->lose_sight();
+        }
+        world.witness = witness;
+    }
+
+    void look_for_leaks(Stream& stream, std::uint64_t to) {
+        ++stream.looks;
+        stream.looked_to = to;
+        find_leaks(stream, to);
+    }
+
     void find_leaks(Stream& stream, std::uint64_t to) {
-        stream.leaks_to = std::max(stream.leaks_to, to);
         while (!stream.leaks.empty() && stream.leaks.front().deadline < to) {
             const LeakWatch watch = stream.next_leak();
             if (world.request_streams.is_live(watch.rs) && watch.rs->serial == watch.serial) leaked(world, watch.rs, watch.where);
@@ -412,6 +489,6 @@ bool Ledger::request(std::string_view id, RequestSummary& out) const {
     return true;
 }
 
-void Ledger::restore(const Restored&) {}
+void Ledger::restore(const Restored& before) { impl_->restore(before); }
 
 }  // namespace kvguard

@@ -21,6 +21,8 @@ struct Pool;
 struct StreamName {
     std::string text;
     Pool* own_pool = nullptr;  // the pool of the same name
+    std::uint64_t losses = 0;  // times that some of its records were missed
+    bool blind = false;        // something of its present epoch was missed: what was made in it may not be known
     std::string_view key() const { return text; }
 };
 
@@ -68,6 +70,7 @@ struct Pool {
     static constexpr std::uint32_t kMaxSight = (1u << 24) - 1;
 
     std::string id;
+    Ref<Name> name;  // once asked for
     StreamName* stream = nullptr;
     std::uint64_t limit = 0;  // pages kept track of at most
     std::uint64_t size = 0;   // pages, once announced; the limit until then
@@ -82,6 +85,8 @@ struct Pool {
     std::vector<std::unique_ptr<Page[]>> blocks;
 
     std::string_view key() const { return id; }
+    // Whether every page that it can have has its memory.
+    bool complete() const { return blocks_kept == blocks.size() && blocks_kept * kBlockPages >= end(); }
     std::uint64_t end() const { return size < limit ? size : limit; }
     // Capacity in tokens; meaningless before it is announced.
     unsigned __int128 tokens() const { return static_cast<unsigned __int128>(size) * page_tokens; }
@@ -91,6 +96,10 @@ struct Pool {
         if (block >= blocks.size() || !blocks[block]) return nullptr;
         Page* const page = &blocks[block][index % kBlockPages];
         return page->is(Page::kExists) ? page : nullptr;
+    }
+    void prefetch(std::uint64_t index) const {
+        const std::uint64_t block = index / kBlockPages;
+        if (block < blocks.size() && blocks[block]) __builtin_prefetch(&blocks[block][index % kBlockPages], 1);
     }
     // Makes room for a block of pages; whether there was none.
     bool keep_block(std::uint64_t block) {

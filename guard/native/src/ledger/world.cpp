@@ -157,27 +157,23 @@ bool Transfer::done_before(const Clock* seen) const {
 // --- remembered ids
 
 void Remembered::put(std::string_view id, std::string_view pool, std::size_t limit) {
-    const std::uint64_t key = hash_(id);
-    if (pools_.insert_or_assign(key, hash_(pool)).second) order_.push_back(key);
-    if (pools_.size() > limit) {
-        pools_.erase(order_.front());
-        order_.pop_front();
+    const IdHash key{hash_(id) | 1};
+    const auto [value, fresh] = pools_.insert(key);
+    value->value = hash_(pool);
+    if (!fresh) return;
+    if (order_.size() < limit) {
+        order_.push_back(key);
+        return;
     }
+    pools_.erase(order_[oldest_]);
+    order_[oldest_] = key;
+    oldest_ = (oldest_ + 1) % order_.size();
 }
 
 // --- the tables
 
 World::World(const Policy& policy, const Settings& settings) : policy(policy), settings(settings) {
     public_label = taints.single(taints.public_name.get(), nullptr);
-}
-
-World::~World() {
-    // Circles of references are what they are: everything goes with the pools.
-    for (const auto& pool : all_pools)
-        pool->each([](std::uint64_t, Page& page) {
-            delete page.links;
-            page.links = nullptr;
-        });
 }
 
 StreamName* World::stream_name(std::string_view text) {
@@ -194,7 +190,7 @@ StreamName* World::stream_name(std::string_view text) {
 Pool* World::pool(std::string_view id, StreamName* stream) {
     const std::uint64_t h = pools.hash(id);
     if (Pool* known = pools.find(id, h); known != nullptr) {
-        if (stream != nullptr && !known->announced) known->stream = stream;
+        if (stream != nullptr && !known->announced) give(known, stream);
         return known;
     }
     all_pools.push_back(std::make_unique<Pool>());
@@ -205,17 +201,25 @@ Pool* World::pool(std::string_view id, StreamName* stream) {
     StreamName* const same = stream_name(id);
     same->own_pool = made;
     made->stream = stream != nullptr ? stream : same;
+    made->lost_sight = made->stream->blind;
     return made;
 }
 
 Pool* World::own_pool(StreamName* stream, bool of_stream) {
     Pool* const known = stream->own_pool;
     if (known == nullptr) return pool(stream->text, of_stream ? stream : nullptr);
-    if (of_stream && !known->announced) known->stream = stream;
+    if (of_stream && !known->announced) give(known, stream);
     return known;
 }
 
-Page& World::page(Pool* pool, std::uint64_t index) {
+// The pool is this stream's.
+void World::give(Pool* pool, StreamName* stream) {
+    if (pool->stream == stream) return;
+    pool->stream = stream;
+    if (stream->blind) pool->lose_sight();
+}
+
+Page& World::new_page(Pool* pool, std::uint64_t index) {
     const std::uint64_t before = pool->blocks_kept;
     Page& page = pool->page(index);
     blocks += pool->blocks_kept - before;
@@ -230,6 +234,13 @@ void World::set_owner(Page& page, RequestStream* rs) {
     if (before != nullptr) release(before);
 }
 
+// The label of the request's own bytes: closed, so that one serves all its streams.
+Ref<Taint> World::own_label(Request* request, Name* tenant) {
+    if (!request->own) request->own = taints.single(tenant, request->id.get());
+    if (request->own->origins[0].tenant == tenant) return request->own;
+    return taints.single(tenant, request->id.get());
+}
+
 // A new epoch of its stream: every label empty, every page unowned. Transfers that write to it stay listed.
 void World::clear(Pool* pool) {
     std::vector<RsRef> owners;
@@ -242,7 +253,7 @@ void World::clear(Pool* pool) {
         page.set_label(nullptr);
         if (page.links != nullptr) {
             for (const Ref<Late>& late : page.links->late) late->page = nullptr;
-            delete page.links;
+            links_pool.destroy(page.links);
             page.links = nullptr;
         }
     });
@@ -259,31 +270,36 @@ void World::clear(Pool* pool) {
     }
 }
 
-RequestStream* World::follow(Request* request, StreamName* stream, std::string_view tenant, std::uint64_t losses) {
+RequestStream* World::follow(Request* request, StreamName* stream, std::string_view tenant) {
     Name* const name = tenant_names.intern(tenant);
     RequestStream* const rs = request_streams.make(request, stream, name, ++serial);
-    rs->losses_before = losses;
-    rs->label = taints.single(name, request->id.get());
+    rs->losses_before = stream->losses;
+    rs->label = own_label(request, name);
     request->streams.push_back(rs);
     unend(request);
     if (witness != nullptr) witness->request(request->id->key(), stream->text, tenant);
     return rs;
 }
 
+Request* World::make_request(std::string_view text) {
+    Name* const id = request_names.intern(text);
+    Request* const request = id->request = request_pool.make(this, id);
+    retain(request);
+    request->known = true;
+    request->previous = last_request;
+    (last_request != nullptr ? last_request->next : first_request) = request;
+    last_request = request;
+    ++requests_known;
+    return request;
+}
+
 RequestStream* World::request(const Record& record, Stream& stream, Request* known) {
-    Request* request = known;
-    if (request == nullptr) {
-        Name* const id = request_names.intern(record.request);
-        request = id->request = request_pool.make(this, id);
-        retain(request);
-        request->known = true;
-        request->previous = last_request;
-        (last_request != nullptr ? last_request->next : first_request) = request;
-        last_request = request;
-        ++requests_known;
-    }
+    Request* const request = known != nullptr ? known : make_request(record.request);
     if (RequestStream* const rs = request->on(stream.name); rs != nullptr) return rs;
-    return follow(request, stream.name, record.tenant, stream.losses);
+    RequestStream* const rs = follow(request, stream.name, record.tenant);
+    // It may have begun in what was missed, unless this is where it begins.
+    rs->marked_degraded = stream.name->blind && record.kind != KVG_ADMIT;
+    return rs;
 }
 
 void World::unend(Request* request) {
@@ -303,7 +319,28 @@ void World::note_over(Request* request) {
         last_ended = request;
         ++requests_ended;
     }
-    while (requests_ended > settings.max_ended) retire(first_ended);
+    while (requests_ended > settings.max_ended) {
+        retire(first_ended);
+        fetch_retiring();
+    }
+}
+
+// Those that are to go next have not been looked at for long: asks for their memory step by step, so that it is there.
+void World::fetch_retiring() const {
+    const auto fetch = [](const void* object, std::size_t bytes) {
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(object) + at, 1);
+    };
+    const Request* const first = first_ended;
+    if (first == nullptr) return;
+    for (const RequestStream* rs : first->streams) {
+        fetch(rs->label.get(), sizeof(Taint));
+        fetch(rs->tenant.get(), sizeof(Name));
+    }
+    fetch(first->id.get(), sizeof(Name));
+    const Request* const second = first->ended_next;
+    if (second == nullptr) return;
+    for (const RequestStream* rs : second->streams) fetch(rs, sizeof(RequestStream));
+    if (const Request* const third = second->ended_next; third != nullptr) fetch(third, sizeof(Request));
 }
 
 void World::retire(Request* request) {
@@ -421,16 +458,16 @@ void World::drop_transfer(Transfer* transfer) {
             std::erase(at->second, transfer);
             if (at->second.empty()) {
                 pieces.erase(at);
-                done.put(base, transfer->pool, settings.max_ended);
+                done.put(base, transfer->pool->id, settings.max_ended);
             }
         }
     }
-    done.put(transfer->id, transfer->pool, settings.max_ended);
+    done.put(transfer->id, transfer->pool->id, settings.max_ended);
     release(transfer);  // the tables' own
 }
 
 void World::unlist_incoming(Transfer* transfer) {
-    const Pool* const to = pool(transfer->pool);
+    const Pool* const to = transfer->pool;
     for (const std::uint64_t run : transfer->into) {
         const std::uint64_t stop = kvg_run_first(run) + kvg_run_pages(run);
         for (std::uint64_t index = kvg_run_first(run); index < stop; ++index) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -53,22 +52,29 @@ inline std::uint64_t hash_of(const IncomingKey& k, const Hash& hash) {
 
 struct Nothing {};
 
+struct IdHash {
+    std::uint64_t value = 0;
+    bool operator==(const IdHash& o) const { return value == o.value; }
+};
+inline std::uint64_t hash_of(const IdHash& id, const Hash&) { return id.value; }
+
 // Ids that are over, lately, and the pool each went to: the oldest goes when there are too many. By hash: two ids of
 // one 64-bit hash are taken for one.
 class Remembered {
   public:
     explicit Remembered(const Hash& hash) : hash_(hash) {}
     void put(std::string_view id, std::string_view pool, std::size_t limit);
-    bool has(std::string_view id) const { return pools_.count(hash_(id)) != 0; }
-    bool went_to(std::string_view id, std::string_view pool) const {
-        const auto at = pools_.find(hash_(id));
-        return at != pools_.end() && at->second == hash_(pool);
+    bool has(std::string_view id) { return pools_.find({hash_(id) | 1}) != nullptr; }
+    bool went_to(std::string_view id, std::string_view pool) {
+        const IdHash* const known = pools_.find({hash_(id) | 1});
+        return known != nullptr && known->value == hash_(pool);
     }
 
   private:
     const Hash& hash_;
-    std::unordered_map<std::uint64_t, std::uint64_t> pools_;
-    std::deque<std::uint64_t> order_;
+    Table<IdHash, IdHash> pools_{hash_};
+    std::vector<IdHash> order_;  // a circle once it is full
+    std::size_t oldest_ = 0;
 };
 
 struct Report {
@@ -81,16 +87,24 @@ struct Report {
     std::string reason;
 };
 
+// A label that a record read, and the pages that carry it.
+struct LabelRead {
+    Taint* label;
+    bool unvouched;
+    bool watched;      // foreign, or it may become so
+    Ref<Taint> taken;  // what the reader takes of it
+    SortedRuns pages;
+};
+
 struct World {
     World(const Policy& policy, const Settings& settings);
-    ~World();
 
     Hash hash;
     Policy policy;
     Settings settings;
     std::int64_t now_ns = 0;
 
-    Names request_names{hash}, tenant_names{hash};
+    Names request_names{hash}, tenant_names{hash}, pool_names{hash};
     TaintGraph taints{hash, tenant_names};
     Ref<Taint> public_label;
 
@@ -99,6 +113,8 @@ struct World {
     ObjectPool<Request> request_pool;
     ObjectPool<Transfer> transfer_pool;
     ObjectPool<Late> late_pool;
+    ObjectPool<Links> links_pool;
+    std::vector<LabelRead> labels_read;  // of one record; kept for its memory
     std::uint64_t serial = 0;
 
     Index<StreamName> stream_names{hash};
@@ -118,6 +134,7 @@ struct World {
     Transfer *first_transfer = nullptr, *last_transfer = nullptr;
     std::uint64_t requests_known = 0, requests_ended = 0, blocks = 0;
 
+    bool restored = false;  // the guard was restarted, and knows some of what the one before it knew
     std::uint64_t gaps = 0;
     std::uint64_t dropped[kLimits] = {};
     std::vector<Event> events;
@@ -132,19 +149,36 @@ struct World {
         return record.pool.empty() ? own_pool(stream, true) : pool(record.pool, stream);
     }
     Pool* find_pool(std::string_view id) const { return pools.find(id); }
-    Page& page(Pool* pool, std::uint64_t index);
+    // The id of a pool, known or not, as responses name one.
+    Name* pool_name(Pool* pool) {
+        if (!pool->name) pool->name = pool_names.intern(pool->id);
+        return pool->name.get();
+    }
+    Name* pool_name(const Record& record, StreamName* stream) {
+        if (Pool* const pool = record.pool.empty() ? stream->own_pool : find_pool(record.pool); pool != nullptr)
+            return pool_name(pool);
+        return pool_names.intern(record.pool_id());
+    }
+    Page& page(Pool* pool, std::uint64_t index) {
+        if (Page* const known = pool->find(index); known != nullptr) return *known;
+        return new_page(pool, index);
+    }
+    Page& new_page(Pool* pool, std::uint64_t index);
     template <class F>
     void within(Pool* pool, const Pages& set, F&& visit) {
         pool->clip(set, [&](std::uint64_t index) { visit(index, page(pool, index)); });
     }
+    void give(Pool* pool, StreamName* stream);
+    // Whether the request may have done things there before the guard's restart.
+    bool unseen(const RequestStream* rs) const { return restored && rs->degraded(); }
     void clear(Pool* pool);
     Links& links(Page& page) {
-        if (page.links == nullptr) page.links = new Links();
+        if (page.links == nullptr) page.links = links_pool.make();
         return *page.links;
     }
-    static void tidy(Page& page) {
+    void tidy(Page& page) {
         if (page.links != nullptr && page.links->outgoing.empty() && page.links->late.empty()) {
-            delete page.links;
+            links_pool.destroy(page.links);
             page.links = nullptr;
         }
     }
@@ -156,8 +190,11 @@ struct World {
         const Name* name = request_names.find(id);
         return name != nullptr ? name->request : nullptr;
     }
-    RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant, std::uint64_t losses);
+    Ref<Taint> own_label(Request* request, Name* tenant);
+    Request* make_request(std::string_view id);
+    RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant);
     void note_over(Request* request);
+    void fetch_retiring() const;
     void unend(Request* request);
     void retire(Request* request);
     void destroy(Request* request);
@@ -191,7 +228,7 @@ void scrub(World&, Stream&, const Record&);
 // access
 void write(World&, Stream&, RequestStream*, const Record&, const Where&);
 void read(World&, Stream&, RequestStream*, const Record&, const Where&);
-void respond(World&, RequestStream*, const Record&, const Where&);
+void respond(World&, Stream&, RequestStream*, const Record&, const Where&);
 void crossing(World&, Request*);
 void dead_or_rejected(World&, Request*);
 void into_foreign_page(World&, RequestStream*, Pool*, std::uint64_t index, Page&, const Where&, Taint* label,
@@ -215,6 +252,8 @@ void arrived(World&, Late*, const Where&);
 void new_owner(World&, RequestStream*, Page&);
 void over_elsewhere(World&, Request*);
 // lifecycle
+inline constexpr const char* kCannotVouch =
+    "the guard was restarted: it cannot vouch for this pool's pages until they are handed out again";
 void announce(World&, Stream&, const Record&, const Where&);
 void admit(World&, Stream&, RequestStream*, const Record&);
 void went_on(World&, Stream&, RequestStream*, const Record&, const Where&);
@@ -224,7 +263,6 @@ void restart(World&, Stream&);
 void reborn(World&, RequestStream*);
 void lost(World&, Stream&, const Gap&, const char* why);
 
-bool degraded(const RequestStream* rs, std::uint64_t losses);
 std::string to_text(unsigned __int128 number);
 const char* outcome_text(std::uint8_t outcome);
 
