@@ -118,7 +118,9 @@ class Client:
 
 
 @contextmanager
-def over_http(sink: Any, address: str = "127.0.0.1:0", *, forwarder: Forwarder | None = None, **options: Any) -> Iterator[Client]:
+def over_http(
+    sink: Any, address: str = "127.0.0.1:0", *, forwarder: Forwarder | None = None, **options: Any
+) -> Iterator[Client]:
     counts = ReceiverCounts()
     receiver = HttpReceiver(Address.parse(address), Intake(sink, counts, forwarder), **options)
     receiver.start()
