@@ -1,0 +1,323 @@
+// Rules for what goes into a page and what comes out of it: kv.write, kv.read, kv.respond. After
+// guard/ledger/access.py.
+#include <algorithm>
+
+#include "ledger/world.hpp"
+
+namespace kvguard {
+
+namespace {
+
+constexpr std::uint64_t kMaxBeyond = 1024;  // pages beyond a pool's end that a finding names
+
+void tainted(World& world, RequestStream* rs, const Where& where, std::string_view pool, const Taint& label,
+             const Name* tenant) {
+    bool any = false, all_degraded = true;
+    for (const auto& f : rs->request->findings)
+        if (f->kind == Kind::foreign_read && f->request == rs->request->id->key()) {
+            any = true;
+            all_degraded &= f->degraded;
+        }
+    Report more;
+    world.foreign_of(label, tenant, more);
+    more.degraded = any && all_degraded;
+    more.reason = "output left for the client after the request had read other tenants' data";
+    world.report(Kind::tainted_response, where, pool, true, rs, std::move(more));
+}
+
+class ForeignRead final : public Watcher {
+  public:
+    ForeignRead(World& world, RequestStream* rs, Name* tenant, Pool* pool, const Where& where, SortedRuns&& pages)
+        : world_(world), rs_(rs), tenant_(tenant), pool_(pool), where_(where) {
+        pages_.runs = std::move(pages);
+        pages_.vouched = true;
+    }
+
+    void grown(Taint& label) override {
+        if (!world_.taints.foreign(label.tenants, tenant_.get())) return;
+        Report more;
+        more.evidence = &pages_;
+        world_.foreign_of(label, tenant_.get(), more);
+        more.degraded = !world_.taints.foreign(label.sure, tenant_.get());
+        more.reason = "read pages that hold data of " + std::to_string(more.tenants.size()) + " other tenant(s)";
+        world_.report(Kind::foreign_read, where_, pool_->id, true, rs_.get(), std::move(more));
+        crossing(world_, rs_->request);
+    }
+
+    bool merge(Watcher& other) override {
+        auto* const same = dynamic_cast<ForeignRead*>(&other);
+        if (same == nullptr || !(same->rs_ == rs_.get()) || !(same->tenant_ == tenant_.get()) || same->pool_ != pool_)
+            return false;
+        add_runs(pages_.runs, same->pages_.runs);
+        if (compare(same->where_, where_) < 0) where_ = same->where_;
+        return true;
+    }
+
+  private:
+    World& world_;
+    RsRef rs_;
+    Ref<Name> tenant_;
+    Pool* pool_;
+    Where where_;
+    Evidence pages_;
+};
+
+class TaintedResponse final : public Watcher {
+  public:
+    TaintedResponse(World& world, RequestStream* rs, Name* tenant, std::string_view pool, const Where& where)
+        : world_(world), rs_(rs), tenant_(tenant), pool_(pool), where_(where) {}
+
+    void grown(Taint& label) override {
+        if (world_.taints.foreign(label.tenants, tenant_.get()))
+            tainted(world_, rs_.get(), where_, pool_, label, tenant_.get());
+    }
+
+    bool merge(Watcher& other) override {
+        auto* const same = dynamic_cast<TaintedResponse*>(&other);
+        if (same == nullptr || !(same->rs_ == rs_.get()) || !(same->tenant_ == tenant_.get()) || same->pool_ != pool_)
+            return false;
+        if (compare(same->where_, where_) < 0) where_ = same->where_;
+        return true;
+    }
+
+  private:
+    World& world_;
+    RsRef rs_;
+    Ref<Name> tenant_;
+    std::string pool_;
+    Where where_;
+};
+
+// Keeps a read or a response; when there are too many, as one with the last.
+void keep_looked(FewOf<Looked>& kept, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit) {
+    if (kept.size() < kMaxLooked) {
+        kept.push_back({where, pool, PageRuns(pages)});
+        return;
+    }
+    Looked& last = kept.back();
+    PageRuns joined{pages};
+    if (last.pool == pool) {
+        SortedRuns all;
+        for (const Pages& part : {last.pages.view(), pages})
+            for (std::uint32_t i = 0; i < part.runs(); ++i) {
+                const Pages::Run run = part.run(i);
+                if (run.first < limit) all.emplace_back(run.first, std::min(run.stop(), limit));
+            }
+        normalise(all);
+        joined = PageRuns();
+        for (const auto& [first, stop] : all)
+            for (std::uint64_t at = first; at < stop; at += KVG_MAX_PAGES)
+                joined.add_run(at, std::min<std::uint64_t>(stop - at, KVG_MAX_PAGES));
+    }
+    last = {where, pool, std::move(joined)};
+}
+
+void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
+                Evidence&& stale) {
+    if (!stale.empty()) {
+        const std::uint64_t wrong = stale.size();
+        Report more;
+        more.reason = "read " + std::to_string(record.pages.size()) + " pages, " + std::to_string(wrong) +
+                      " of them not valid for the request";
+        more.evidence = &stale;
+        world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
+    }
+    const u128 valid = rs->in(pool).valid();
+    if (record.tokens <= valid || !pool->announced) return;
+    const u128 first = pool->page_tokens != 0 ? valid / pool->page_tokens : 0;
+    Evidence beyond;
+    u128 at = 0;
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        if (at++ >= first) beyond.add(index, pool->unvouched(page));
+    });
+    Report more;
+    more.evidence = &beyond;
+    more.degraded = rs->degraded();
+    more.reason = "read " + std::to_string(record.tokens) + " tokens, " + to_text(valid) + " are valid";
+    world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
+}
+
+// A label that was read, and the pages that carry it.
+struct Read {
+    Taint* label;
+    bool unvouched;
+    Ref<Taint> taken;  // what the reader takes of it
+    bool watched;      // foreign, or it may become so
+    SortedRuns pages;
+};
+
+void note_page(SortedRuns& runs, std::uint64_t index) {
+    if (!runs.empty() && runs.back().second == index) {
+        ++runs.back().second;
+    } else {
+        runs.emplace_back(index, index + 1);
+    }
+}
+
+}  // namespace
+
+void write(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    Pool* const pool = world.pool_of(record, stream.name);
+    Ref<Taint> label = rs->label;
+    Name* const tenant = world.tenant_names.intern(record.tenant);
+    const Ref<Name> keep(tenant);
+    if (record.code == KVG_PUBLIC) {
+        label = world.public_label;
+    } else if (!world.taints.sets.contains(label->tenants, tenant)) {
+        const Ref<Taint> own = world.own_label(rs->request, tenant);
+        label = world.taints.join(label.get(), own.get());
+    }
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        settle(world, page, stream.clock.get());
+        if (page.owner == rs) {
+            page.set_label(label.get());
+            page.set(Page::kValid, true);
+            page.set(Page::kTouched, true);
+        } else {
+            into_foreign_page(world, rs, pool, index, page, where, label.get(), {});
+        }
+        if (page.links != nullptr)
+            for (Transfer* transfer : page.links->outgoing) world.taints.absorb(transfer->taint.get(), page.label);
+    });
+    rs->in(pool).written = record.tokens;
+}
+
+void into_foreign_page(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where,
+                       Taint* label, std::string_view transfer) {
+    Evidence evidence;
+    evidence.add(index, pool->unvouched(page));
+    std::vector<Request*> subjects;
+    Report more;
+    if (RequestStream* const owner = page.owner; owner != nullptr) {
+        if (owner->tenant.get() != rs->tenant.get()) more.tenants.push_back(owner->tenant.get());
+        more.requests.push_back(owner->request->id.get());
+        subjects.push_back(owner->request);
+    }
+    more.evidence = &evidence;
+    more.subjects = &subjects;
+    more.transfer = transfer;
+    more.reason = "bytes went into a page that their request did not own";
+    world.report(Kind::foreign_write, where, pool->id, true, rs, std::move(more));
+    page.set_label(world.taints.join(page.label, label).get());
+}
+
+void read(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    Pool* const pool = world.pool_of(record, stream.name);
+    Name* const tenant = world.tenant_names.intern(record.tenant);
+    const Ref<Name> keep(tenant);
+    const std::unordered_set<std::uint64_t>* permitted = nullptr;
+    if (rs->permitted)
+        if (const auto at = rs->permitted->find(pool); at != rs->permitted->end()) permitted = &at->second;
+    Evidence stale;
+    std::vector<Read> labels;
+    const auto look = [&](Taint* label, std::uint64_t index, bool unvouched) {
+        if (label == nullptr || label->nothing()) return;
+        for (Read& known : labels)
+            if (known.label == label && known.unvouched == unvouched) {
+                if (known.watched) note_page(known.pages, index);
+                return;
+            }
+        labels.push_back({label, unvouched, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), false, {}});
+        Read& fresh = labels.back();
+        fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
+        if (fresh.watched) note_page(fresh.pages, index);
+    };
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        const bool unvouched = pool->unvouched(page);
+        if (!world.readable_by(pool, index, page, rs)) stale.add(index, unvouched);
+        if (permitted != nullptr && permitted->count(index) != 0 && world.shared_to(pool, index, page, rs->request))
+            return;
+        look(page.label, index, unvouched);
+        if (page.links != nullptr)
+            for (const Ref<Late>& late : page.links->late) look(late->taint.get(), index, unvouched);
+    });
+    std::uint64_t beyond = kMaxBeyond;
+    for (std::uint32_t i = 0; i < record.pages.runs() && beyond > 0; ++i) {
+        const Pages::Run run = record.pages.run(i);
+        const std::uint64_t first = std::max(run.first, pool->size);
+        if (first >= run.stop()) continue;
+        const std::uint64_t pages = std::min(run.stop() - first, beyond);
+        stale.add_run(first, first + pages);
+        beyond -= pages;
+    }
+    stale_read(world, rs, record, pool, where, std::move(stale));
+    SmallVec<Taint*, 8> tasted;
+    tasted.push_back(rs->label.get());
+    for (Read& label : labels) {
+        tasted.push_back(label.taken.get());
+        if (!label.watched) continue;
+        normalise(label.pages);
+        auto watcher = std::make_unique<ForeignRead>(world, rs, tenant, pool, where, std::move(label.pages));
+        watcher->grown(*label.taken);
+        world.taints.watch(label.taken.get(), std::move(watcher));
+    }
+    if (tasted.size() > 1) rs->label = world.taints.join(tasted.begin(), tasted.size());
+    if (!world.taints.sets.contains(rs->label->tenants, tenant)) {
+        const Ref<Taint> own = world.own_label(rs->request, tenant);
+        rs->label = world.taints.join(rs->label.get(), own.get());
+    }
+    keep_looked(rs->reads, where, world.pool_name(pool), record.pages, pool->limit);
+    crossing(world, rs->request);
+}
+
+void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    if (record.extra < 200 || record.extra >= 300) return;
+    keep_looked(rs->responses, where, world.pool_name(record, stream.name), {}, 0);
+    Name* const tenant = world.tenant_names.intern(record.tenant);
+    const Ref<Name> keep(tenant);
+    if (rs->label->open() || world.taints.foreign(rs->label->tenants, tenant)) {
+        auto watcher = std::make_unique<TaintedResponse>(world, rs, tenant, record.pool_id(), where);
+        watcher->grown(*rs->label);
+        world.taints.watch(rs->label.get(), std::move(watcher));
+    }
+    crossing(world, rs->request);
+    dead_or_rejected(world, rs->request);
+}
+
+void crossing(World& world, Request* request) {
+    for (RequestStream* reader : request->streams) {
+        if (!world.taints.foreign(reader->label->tenants, reader->tenant.get())) continue;
+        for (RequestStream* rs : request->streams) {
+            if (rs == reader || rs->responses.empty()) continue;
+            const Looked& first = rs->responses.front();
+            tainted(world, rs, first.where, first.pool->key(), *reader->label, reader->tenant.get());
+        }
+    }
+}
+
+void dead_or_rejected(World& world, Request* request) {
+    if (!request->rejections.empty())
+        for (RequestStream* rs : request->streams) {
+            if (rs->responses.empty()) continue;
+            Report more;
+            more.reason = "answered 2xx although a worker rejected the request";
+            const Looked& first = rs->responses.front();
+            world.report(Kind::wrong_status, first.where, first.pool->key(), true, rs, std::move(more));
+        }
+    for (const Death& death : request->deaths)
+        for (RequestStream* rs : request->streams) {
+            if (rs->stream == death.stream) continue;
+            const auto known = death.clock ? death.clock->of(rs->stream) : std::pair<std::int64_t, std::int64_t>{0, -1};
+            for (const auto* list : {&rs->reads, &rs->responses})
+                for (std::size_t i = 0; i < list->size(); ++i) {
+                    const Looked& looked = (*list)[i];
+                    if (std::pair{static_cast<std::int64_t>(looked.where.epoch),
+                                  static_cast<std::int64_t>(looked.where.seq)} <= known)
+                        continue;
+                    Evidence pages;
+                    if (const Pool* const pool = world.find_pool(looked.pool->key()); pool != nullptr) {
+                        const Pages view = looked.pages.view();
+                        for (std::uint32_t r = 0; r < view.runs(); ++r)
+                            pages.add_run(view.run(r).first, std::min(view.run(r).stop(), pool->end()));
+                    }
+                    Report more;
+                    more.evidence = &pages;
+                    more.degraded = death.degraded;
+                    more.reason = "went on although " + death.stream->text + " had ended it as " +
+                                  outcome_text(death.outcome);
+                    world.report(Kind::zombie_request, looked.where, looked.pool->key(), true, rs, std::move(more));
+                }
+        }
+}
+
+}  // namespace kvguard

@@ -1,0 +1,494 @@
+// Drives the rules: takes records in any order of arrival, applies them in each stream's order. After
+// guard/ledger/ledger.py.
+#include "ledger/ledger.hpp"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+
+#include "ledger/streams.hpp"
+#include "ledger/world.hpp"
+
+namespace kvguard {
+
+namespace {
+
+constexpr std::int64_t kForever = INT64_MAX;
+
+}  // namespace
+
+struct Ledger::Impl {
+    Impl(const Policy& policy, const Settings& settings) : world(policy, settings), by_name(world.hash) {}
+    ~Impl() { tearing_down = true; }
+
+    World world;
+    Index<Stream> by_name;
+    std::vector<std::unique_ptr<Stream>> streams;
+    std::vector<Stream*> sorted;  // by name
+    Stream* last = nullptr;
+    std::map<std::string, std::vector<Stream*>, std::less<>> waiting;  // transfer id -> streams that wait for it
+    std::uint64_t time_ns = 0, fed = 0;
+    std::map<Stream*, std::uint64_t> restarting;  // in replay: how many records may be fed before a new epoch begins
+    std::vector<std::uint32_t> moved;
+    std::vector<std::uint64_t> judged;
+    bool want_judged = false;
+
+    std::int64_t deadline(std::int64_t now_ns) const {
+        return world.settings.window_ns < 0 ? kForever : now_ns + world.settings.window_ns;
+    }
+
+    Stream* find(std::string_view name) {
+        if (last != nullptr && last->name->text == name) return last;
+        Stream* const stream = by_name.find(name);
+        if (stream != nullptr) last = stream;
+        return stream;
+    }
+
+    Stream* make(std::string_view name) {
+        streams.push_back(std::make_unique<Stream>());
+        Stream* const stream = streams.back().get();
+        stream->name = world.stream_name(name);
+        stream->index = static_cast<std::uint32_t>(streams.size() - 1);
+        by_name.insert(stream);
+        sorted.insert(std::upper_bound(sorted.begin(), sorted.end(), stream,
+                                       [](const Stream* a, const Stream* b) { return a->name->text < b->name->text; }),
+                      stream);
+        return last = stream;
+    }
+
+    void drop(Limit limit, const Where& where) {
+        if (world.dropped[static_cast<int>(limit)]++ == 0) tell(world, limit, where);
+    }
+
+    void feed(const Record& record, std::int64_t now_ns) {
+        world.now_ns = now_ns;
+        ++fed;
+        Stream* stream = find(record.stream);
+        if (stream == nullptr) {
+            if (streams.size() >= world.settings.max_streams) {
+                StreamName name{std::string(record.stream), nullptr};
+                drop(Limit::streams, {record.time_ns, &name, record.epoch, record.seq});
+                return;
+            }
+            stream = make(record.stream);
+        }
+        if (stream->epoch < 0) stream->epoch = static_cast<std::int64_t>(record.epoch);
+        // Most records are simply the next ones of their streams: those are judged where they lie.
+        if (record.seq == stream->next_seq && record.epoch == static_cast<std::uint64_t>(stream->epoch) &&
+            stream->idle() && !waits(record)) {
+            stream->remember(record.seq, world.hash(record.bytes));
+            ++stream->next_seq;
+            apply(*stream, record);
+            if (!waiting.empty() && (record.kind == KVG_TRANSFER_BEGIN || record.kind == KVG_TRANSFER_END)) {
+                const std::string id(record.transfer);
+                run(woken({id, std::string(base_of(id))}));
+            }
+        } else {
+            const std::uint64_t seq = record.seq;
+            if (!stream->push(record, deadline(now_ns), world.hash))
+                lost(world, *stream, {seq, static_cast<std::int64_t>(stream->next_seq) - 1}, "the sequence ran backwards");
+            run({stream});
+        }
+        if (!stream->successors.empty() && world.settings.window_ns < 0)
+            restarting.try_emplace(stream, fed + world.settings.restart_records);
+        while (!restarting.empty() && overdue()) start_overdue();
+        while (stream->holding() > world.settings.max_held) give_up_most_stuck();
+    }
+
+    bool waits(const Record& record) {
+        return record.kind == KVG_TRANSFER_END && record.code == KVG_RECV && missing_begin(world, record);
+    }
+
+    void advance(std::int64_t now_ns) {
+        world.now_ns = now_ns;
+        for (Stream* stream : std::vector<Stream*>(sorted)) {
+            const bool due[3] = {stream->has_wait_deadline && stream->wait_deadline_ns <= now_ns,
+                                 stream->has_deadline && stream->deadline_ns <= now_ns,
+                                 stream->has_successor_deadline && stream->successor_deadline_ns <= now_ns};
+            for (const bool is_due : due)
+                if (is_due) give_up(*stream, now_ns);
+        }
+        confirm_due(now_ns);
+        const std::int64_t window = world.settings.window_ns < 0 ? 0 : world.settings.window_ns;
+        if (now_ns - window > 0)
+            for (const auto& stream : streams) look_for_leaks(*stream, static_cast<std::uint64_t>(now_ns - window));
+    }
+
+    void finish() {
+        while (give_up_most_stuck()) {
+        }
+        confirm_due(kForever);
+        for (const auto& stream : streams) look_for_leaks(*stream, time_ns);
+    }
+
+    bool overdue() const {
+        return std::any_of(restarting.begin(), restarting.end(), [&](const auto& r) { return r.second <= fed; });
+    }
+
+    // In replay, begins the epochs that have waited long enough for what is left of the old ones.
+    void start_overdue() {
+        std::vector<Stream*> due;
+        for (Stream* stream : sorted)
+            if (const auto at = restarting.find(stream); at != restarting.end() && at->second <= fed)
+                due.push_back(stream);
+        for (Stream* stream : due) {
+            while (!stream->successors.empty() && !stream->waiting) give_up(*stream, kForever);
+            if (!stream->successors.empty()) {
+                restarting[stream] = fed + world.settings.restart_records;
+            } else {
+                restarting.erase(stream);
+            }
+        }
+    }
+
+    // Gives up one thing that a stream waits for; false when none waits.
+    bool give_up_most_stuck() {
+        // Holes first: what stands behind one may be the begin that another stream waits for.
+        Stream* worst = nullptr;
+        for (Stream* stream : sorted) {
+            if (stream->holding() == 0) continue;
+            if (worst == nullptr || (worst->waiting && !stream->waiting) ||
+                (worst->waiting == stream->waiting && stream->holding() > worst->holding()))
+                worst = stream;
+        }
+        if (worst == nullptr) return false;
+        give_up(*worst, kForever);
+        return true;
+    }
+
+    void confirm_due(std::int64_t now_ns) {
+        std::vector<std::pair<std::int64_t, Ref<Late>>> suspects;
+        suspects.swap(world.suspects);
+        for (auto& [due, late] : suspects) {
+            if (due <= now_ns) {
+                if (!late->written) confirm(world, late.get());
+            } else if (!late->confirmed && !late->written) {
+                world.suspects.emplace_back(due, std::move(late));
+            }
+        }
+    }
+
+    // Goes on without what the stream waits for, if that is overdue.
+    void give_up(Stream& stream, std::int64_t due) {
+        if (stream.waiting) {
+            if (stream.wait_deadline_ns > due) return;
+            stop_waiting(stream);
+            apply_first(stream);
+        } else if (!stream.held.empty()) {
+            if (stream.has_deadline && stream.deadline_ns > due) return;
+            Gap gap{};
+            if (stream.skip_hole(world.hash, gap)) lost(world, stream, gap, "a hole in kv.seq");
+            if (!stream.held.empty()) {
+                stream.has_deadline = true;
+                stream.deadline_ns = deadline(world.now_ns);
+            }
+        } else if (!stream.successors.empty()) {
+            if (stream.has_successor_deadline && stream.successor_deadline_ns > due) return;
+            restart(world, stream);
+            stream.leaks.clear();
+            stream.start_successor(deadline(world.now_ns), world.hash);
+            if (world.witness != nullptr)
+                world.witness->epoch(stream.name->text, static_cast<std::uint64_t>(stream.epoch));
+            note_moved(stream);
+            std::vector<std::string> all;
+            for (const auto& [id, names] : waiting) all.push_back(id);
+            run(woken(all));
+        }
+        run({&stream});
+    }
+
+    // Judges what is ready, on these streams and on those that waited for what they bring.
+    void run(std::vector<Stream*> first) {
+        std::deque<Stream*> runnable(first.begin(), first.end());
+        while (!runnable.empty()) {
+            Stream& stream = *runnable.front();
+            runnable.pop_front();
+            while (!stream.ready.empty() && !stream.waiting) {
+                Record record;
+                parse(stream.ready.front().data(), stream.ready.front().size(), record);
+                if (waits(record)) {
+                    stream.waiting = true;
+                    stream.waiting_for = record.transfer;
+                    stream.has_wait_deadline = true;
+                    stream.wait_deadline_ns = deadline(world.now_ns);
+                    auto& names = waiting[stream.waiting_for];
+                    names.insert(std::upper_bound(names.begin(), names.end(), &stream,
+                                                  [](const Stream* a, const Stream* b) {
+                                                      return a->name->text < b->name->text;
+                                                  }),
+                                 &stream);
+                    break;
+                }
+                const bool wakes = record.kind == KVG_TRANSFER_BEGIN || record.kind == KVG_TRANSFER_END;
+                const std::string id(wakes ? record.transfer : std::string_view{});
+                apply_first(stream);
+                if (!wakes || waiting.empty()) continue;
+                const auto more = woken({id, std::string(base_of(id))});
+                runnable.insert(runnable.end(), more.begin(), more.end());
+            }
+        }
+    }
+
+    // The streams that need not wait for these transfers any more.
+    std::vector<Stream*> woken(std::vector<std::string> transfers) {
+        std::vector<Stream*> out;
+        std::sort(transfers.begin(), transfers.end());
+        transfers.erase(std::unique(transfers.begin(), transfers.end()), transfers.end());
+        for (const std::string& transfer : transfers) {
+            const auto at = waiting.find(transfer);
+            if (at == waiting.end()) continue;
+            for (Stream* stream : std::vector<Stream*>(at->second)) {
+                Record record;
+                parse(stream->ready.front().data(), stream->ready.front().size(), record);
+                if (missing_begin(world, record)) continue;
+                stop_waiting(*stream);
+                out.push_back(stream);
+            }
+        }
+        return out;
+    }
+
+    void stop_waiting(Stream& stream) {
+        if (!stream.waiting) return;
+        if (const auto at = waiting.find(stream.waiting_for); at != waiting.end()) {
+            std::erase(at->second, &stream);
+            if (at->second.empty()) waiting.erase(at);
+        }
+        stream.waiting = stream.has_wait_deadline = false;
+        stream.waiting_for.clear();
+    }
+
+    void apply_first(Stream& stream) {
+        const std::string bytes = std::move(stream.ready.front());
+        stream.ready.pop_front();
+        Record record;
+        parse(bytes.data(), bytes.size(), record);
+        apply(stream, record);
+    }
+
+    void note_moved(Stream& stream) {
+        if (stream.moved_at < moved.size() && moved[stream.moved_at] == stream.index) return;
+        stream.moved_at = moved.size();
+        moved.push_back(stream.index);
+    }
+
+    void apply(Stream& stream, const Record& record) {
+        const Where where{record.time_ns, stream.name, record.epoch, record.seq};
+        stream.time_ns = std::max(stream.time_ns, record.time_ns);
+        time_ns = std::max(time_ns, record.time_ns);
+        find_leaks(stream, stream.time_ns);
+        if (record.has_pages()) fetch(stream, record);
+        Request* const request = record.request.empty() ? nullptr : world.find_request(record.request);
+        if (const auto limit = exceeded(world, stream, record, request)) {
+            drop(*limit, where);
+        } else if (record.kind == KVG_POOL) {
+            announce(world, stream, record, where);
+        } else if (record.kind == KVG_SCRUB) {
+            scrub(world, stream, record);
+        } else if (record.kind != KVG_PLACE) {
+            apply_to_request(stream, record, where, request);
+        }
+        stream.processed = static_cast<std::int64_t>(record.seq);
+        note_moved(stream);
+        if (want_judged) judged.push_back(record.time_ns);
+    }
+
+    // Asks for the pages' memory before it is needed.
+    void fetch(const Stream& stream, const Record& record) const {
+        const Pool* const pool = record.pool.empty() ? stream.name->own_pool : nullptr;
+        if (pool == nullptr) return;
+        const std::uint32_t runs = std::min<std::uint32_t>(record.pages.runs(), 16);
+        for (std::uint32_t i = 0; i < runs; ++i) pool->prefetch(record.pages.run(i).first);
+    }
+
+    void apply_to_request(Stream& stream, const Record& record, const Where& where, Request* known) {
+        RequestStream* rs = world.request(record, stream, known);
+        if (rs->gone) {
+            reborn(world, rs);
+            rs = world.request(record, stream, rs->request);
+        }
+        const RsRef keep(rs);
+        went_on(world, stream, rs, record, where);
+        switch (record.kind) {
+            case KVG_ADMIT: admit(world, stream, rs, record); break;
+            case KVG_ALLOC: alloc(world, stream, rs, record, where); break;
+            case KVG_SHARE: share(world, stream, rs, record, where); break;
+            case KVG_WRITE: write(world, stream, rs, record, where); break;
+            case KVG_TRANSFER_BEGIN: begin(world, stream, rs, record, where); break;
+            case KVG_TRANSFER_END:
+                if (record.code == KVG_SEND) {
+                    end_sent(world, record, where);
+                } else {
+                    end_received(world, stream, rs, record, where);
+                }
+                break;
+            case KVG_READ:
+                read(world, stream, rs, record, where);
+                dead_or_rejected(world, rs->request);
+                break;
+            case KVG_FREE:
+            case KVG_CACHE: give_back(world, stream, rs, record, where); break;
+            case KVG_REQUEST_END: request_end(world, stream, rs, record, where); break;
+            case KVG_RESPOND: respond(world, stream, rs, record, where); break;
+            default: break;
+        }
+    }
+
+    Where last_of(StreamName* name) {
+        const Stream* const stream = by_name.find(name->text);
+        if (stream == nullptr) return {0, name, 0, 0};
+        return {stream->time_ns, name, static_cast<std::uint64_t>(stream->epoch),
+                static_cast<std::uint64_t>(std::max<std::int64_t>(stream->processed, 0))};
+    }
+
+    // After guard/ledger/restored.py.
+    void restore(const Restored& before) {
+        Witness* const witness = std::exchange(world.witness, nullptr);
+        world.restored = true;
+        for (const Restored::Stream& known : before.streams) {
+            Stream* const stream = make(known.name);
+            stream->epoch = static_cast<std::int64_t>(known.epoch);
+            stream->processed = known.processed;
+            stream->resumed = known.processed + 1;
+            stream->next_seq = static_cast<std::uint64_t>(known.processed + 1);
+            stream->time_ns = known.time_ns;
+            stream->past.assign(known.past.begin(), known.past.end());
+            note_moved(*stream);
+        }
+        for (const auto& stream : streams) stream->name->blind = true;
+        for (const Restored::Pool& pool : before.pools) world.stream_name(pool.stream)->blind = true;
+        std::vector<Pool*> pools;
+        for (const Restored::Pool& announced : before.pools) {
+            Pool* const pool = world.pool(announced.id);
+            world.give(pool, world.stream_name(announced.stream));
+            pool->size = announced.pages;
+            pool->announced = true;
+            pool->page_tokens = announced.page_tokens;
+            pool->role = announced.role;
+            pools.push_back(pool);
+        }
+        for (const auto& stream : streams)
+            if (std::none_of(before.pools.begin(), before.pools.end(),
+                             [&](const Restored::Pool& p) { return p.stream == stream->name->text; }))
+                pools.push_back(world.own_pool(stream->name, false));
+        for (const Restored::Live& live : before.requests) {
+            Request* request = world.find_request(live.request);
+            if (request == nullptr) request = world.make_request(live.request);
+            StreamName* const name = world.stream_name(live.stream);
+            if (request->on(name) != nullptr) continue;
+            RequestStream* const rs = world.follow(request, name, live.tenant);
+            rs->marked_degraded = true;
+            if (!live.ended) continue;
+            rs->ended = rs->ended_unseen = true;
+            rs->end = last_of(name);
+        }
+        for (const Restored::Live& live : before.requests)
+            if (Request* const request = world.find_request(live.request); request != nullptr) world.note_over(request);
+        for (Pool* pool : pools) {
+            ++world.gaps;
+            Where where = last_of(pool->stream);
+            // Just after the last record: a hole that is found right there says more, and takes this finding over.
+            ++where.time_ns;
+            Report more;
+            more.degraded = true;
+            more.reason = kCannotVouch;
+            world.report(Kind::stream_gap, where, pool->id, true, nullptr, std::move(more));
+            pool->lose_sight();
+        }
+        world.witness = witness;
+    }
+
+    void look_for_leaks(Stream& stream, std::uint64_t to) {
+        ++stream.looks;
+        stream.looked_to = to;
+        find_leaks(stream, to);
+    }
+
+    void find_leaks(Stream& stream, std::uint64_t to) {
+        while (!stream.leaks.empty() && stream.leaks.front().deadline < to) {
+            const LeakWatch watch = stream.next_leak();
+            if (world.request_streams.is_live(watch.rs) && watch.rs->serial == watch.serial) leaked(world, watch.rs, watch.where);
+        }
+    }
+};
+
+Ledger::Ledger(const Policy& policy, const Settings& settings) : impl_(std::make_unique<Impl>(policy, settings)) {}
+
+Ledger::~Ledger() {
+    impl_.reset();
+    tearing_down = false;
+}
+
+void Ledger::feed(const Record& record, std::int64_t now_ns) { impl_->feed(record, now_ns); }
+void Ledger::advance(std::int64_t now_ns) { impl_->advance(now_ns); }
+void Ledger::finish() { impl_->finish(); }
+std::vector<Event>& Ledger::events() { return impl_->world.events; }
+void Ledger::want_retired(Retired wanted) { impl_->world.want_retired = wanted; }
+void Ledger::set_witness(Witness* witness) { impl_->world.witness = witness; }
+std::size_t Ledger::streams() const { return impl_->streams.size(); }
+
+StreamState Ledger::stream(std::size_t index) const {
+    const Stream& stream = *impl_->streams[index];
+    return {stream.name->text, stream.epoch, stream.processed, stream.duplicates, stream.late};
+}
+
+std::vector<std::uint32_t>& Ledger::moved() { return impl_->moved; }
+std::vector<std::uint64_t>& Ledger::judged() { return impl_->judged; }
+void Ledger::want_judged(bool wanted) { impl_->want_judged = wanted; }
+
+std::pair<std::int64_t, std::int64_t> Ledger::watermark(std::string_view name) const {
+    const Stream* const stream = impl_->by_name.find(name);
+    return stream == nullptr ? std::pair<std::int64_t, std::int64_t>{-1, -1}
+                             : std::pair{stream->epoch, stream->processed};
+}
+
+Sizes Ledger::sizes() const {
+    const World& world = impl_->world;
+    Sizes sizes;
+    for (const auto& pool : world.all_pools) sizes.pages += pool->pages;
+    for (const auto& stream : impl_->streams) sizes.records_held += stream->holding();
+    sizes.requests_live = world.requests_known - world.requests_ended;
+    sizes.requests_ended = world.requests_ended;
+    sizes.transfers = world.transfers.size();
+    return sizes;
+}
+
+std::uint64_t Ledger::gaps() const { return impl_->world.gaps; }
+
+std::uint64_t Ledger::dropped() const {
+    std::uint64_t all = 0;
+    for (const std::uint64_t n : impl_->world.dropped) all += n;
+    return all;
+}
+
+std::uint64_t Ledger::dropped(Limit limit) const { return impl_->world.dropped[static_cast<int>(limit)]; }
+
+std::uint64_t Ledger::bytes() const {
+    const World& w = impl_->world;
+    std::uint64_t bytes = w.blocks * kBlockPages * sizeof(Page) + w.taints.bytes() + w.request_pool.bytes() +
+                          w.request_streams.bytes() + w.transfer_pool.bytes() + w.late_pool.bytes() +
+                          w.request_names.bytes() + w.tenant_names.bytes() + w.sharers.bytes() + w.incoming.bytes();
+    for (const auto& stream : impl_->streams) {
+        bytes += stream->recent.size() * 16;
+        for (const auto& [seq, held] : stream->held) bytes += held.size() + 64;
+        for (const auto& ready : stream->ready) bytes += ready.size() + 32;
+    }
+    return bytes;
+}
+
+std::vector<std::string> Ledger::request_ids() const {
+    std::vector<std::string> ids;
+    for (const Request* r = impl_->world.first_request; r != nullptr; r = r->next) ids.push_back(r->id->str());
+    return ids;
+}
+
+bool Ledger::request(std::string_view id, RequestSummary& out) const {
+    const Request* const request = impl_->world.find_request(id);
+    if (request == nullptr) return false;
+    out = request->summary();
+    return true;
+}
+
+void Ledger::restore(const Restored& before) { impl_->restore(before); }
+
+}  // namespace kvguard

@@ -1,0 +1,233 @@
+// Rules for pools, requests and streams as a whole: what begins, ends, restarts, leaks or goes missing. After
+// guard/ledger/lifecycle.py.
+#include <algorithm>
+
+#include "ledger/world.hpp"
+
+namespace kvguard {
+
+namespace {
+
+bool needs_life(kvg_kind kind) {
+    return kind == KVG_ALLOC || kind == KVG_SHARE || kind == KVG_WRITE || kind == KVG_READ ||
+           kind == KVG_TRANSFER_BEGIN || kind == KVG_RESPOND;
+}
+
+std::vector<Ref<Late>> lates_of(const RequestStream* rs) {
+    std::vector<Ref<Late>> all;
+    if (rs->late)
+        for (const auto& [place, list] : *rs->late) all.insert(all.end(), list.begin(), list.end());
+    return all;
+}
+
+// Transfers in flight to pages that the request never had here: wherever they land, it is not its page.
+void never_owned(World& world, RequestStream* rs) {
+    if (world.unseen(rs)) return;  // it may have had them before the guard's restart
+    const auto transfers = rs->request->transfers;
+    for (const Ref<Transfer>& transfer : transfers) {
+        Pool* const pool = transfer->pool;
+        if (transfer->received || pool->stream != rs->stream) continue;
+        std::vector<std::uint64_t> known;
+        for (const Ref<Late>& late : transfer->late) known.push_back(late->index);
+        std::sort(known.begin(), known.end());
+        const Pages into{transfer->into.begin(), transfer->into.size()};
+        world.within(pool, into, [&](std::uint64_t index, Page& page) {
+            if (page.owner != rs && !std::binary_search(known.begin(), known.end(), index))
+                suspect(world, rs, pool, index, &page, nullptr, transfer.get());
+        });
+    }
+}
+
+// What follows from the end of a request on a stream.
+void close(World& world, RequestStream* rs) {
+    world.unshare(rs);
+    for (const Ref<Late>& late : lates_of(rs)) confirm(world, late.get());
+    never_owned(world, rs);
+    over_elsewhere(world, rs->request);
+    world.note_over(rs->request);
+}
+
+}  // namespace
+
+void announce(World& world, Stream& stream, const Record& record, const Where& where) {
+    Pool* const pool = record.pool.empty() ? world.own_pool(stream.name, false) : world.pool(record.pool);
+    world.give(pool, stream.name);
+    pool->size = record.tokens;
+    pool->announced = true;
+    pool->page_tokens = record.extra;
+    pool->role = record.code;
+    if (world.witness != nullptr)
+        world.witness->pool(pool->id, stream.name->text, pool->size, pool->page_tokens, record.code);
+    if (pool->role == KVG_ROUTER || pool->tokens() >= record.context_limit) return;
+    Report more;
+    more.reason = "the pool holds " + to_text(pool->tokens()) + " tokens, the worker advertises " +
+                  std::to_string(record.context_limit);
+    world.report(Kind::over_capacity, where, pool->id, true, nullptr, std::move(more));
+}
+
+void admit(World& world, Stream& stream, RequestStream* rs, const Record& record) {
+    const Pool* const pool = world.pool_of(record, stream.name);
+    if (!pool->announced || record.tokens <= pool->tokens() || pool->role == KVG_ROUTER) return;
+    rs->over_capacity = true;
+    rs->prompt_tokens = record.tokens;
+}
+
+void went_on(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    if (rs->ended && needs_life(record.kind)) {
+        Pool* const pool = world.pool_of(record, stream.name);
+        Evidence pages;
+        for (std::uint32_t i = 0; i < record.pages.runs(); ++i)
+            pages.add_run(record.pages.run(i).first, std::min(record.pages.run(i).stop(), pool->end()));
+        Report more;
+        more.evidence = &pages;
+        more.degraded = rs->ended_unseen;
+        more.reason = std::string(name_of(record.kind)) + " after its end on " + stream.name->text;
+        world.report(Kind::zombie_request, where, pool->id, true, rs, std::move(more));
+    }
+    if (!rs->over_capacity) return;
+    const bool finished = record.kind == KVG_REQUEST_END && record.code == KVG_FINISHED;
+    if (!finished && record.kind != KVG_TRANSFER_BEGIN && record.kind != KVG_READ && record.kind != KVG_RESPOND) return;
+    const Pool* const pool = world.pool_of(record, stream.name);
+    const std::vector<Request*> nobody;
+    Report more;
+    more.subjects = &nobody;
+    more.reason = "a prompt of " + std::to_string(rs->prompt_tokens) + " tokens was not rejected by a pool that holds " +
+                  (pool->announced ? to_text(pool->tokens()) : "None");
+    world.report(Kind::over_capacity, where, record.pool_id(), true, rs, std::move(more));
+    rs->over_capacity = false;
+}
+
+void request_end(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    if (!rs->ended || rs->ended_unseen) {
+        if (world.witness != nullptr && !rs->ended)
+            world.witness->ended(rs->request->id->key(), stream.name->text);
+        rs->ended = true;
+        rs->ended_unseen = false;
+        rs->end = where;
+    }
+    Request* const request = rs->request;
+    if (record.code == KVG_REJECTED || record.code == KVG_FAILED) {
+        if (std::none_of(request->deaths.begin(), request->deaths.end(),
+                         [&](const Death& d) { return d.stream == stream.name; }))
+            request->deaths.push_back({stream.name, where, record.code, stream.clock, rs->degraded()});
+    }
+    if (record.code == KVG_REJECTED && world.own_pool(stream.name, false)->role != KVG_ROUTER &&
+        std::find(request->rejections.begin(), request->rejections.end(), stream.name) == request->rejections.end())
+        request->rejections.push_back(stream.name);
+    close(world, rs);
+    dead_or_rejected(world, request);
+    const std::uint64_t grace = world.settings.leak_grace_ns;
+    const std::uint64_t deadline = where.time_ns > ~grace ? ~std::uint64_t{0} : where.time_ns + grace;
+    if (!rs->owns_nothing()) {
+        stream.watch_leak(deadline, rs, where);
+    } else if (rs->pending_leaks.size() < kMaxPending) {
+        rs->pending_leaks.push_back({deadline, stream.looks, where});
+    }
+}
+
+void leaked(World& world, RequestStream* rs, const Where& where) {
+    for (std::size_t h = 0; h < rs->holdings.size(); ++h) {
+        const Holding& held = rs->holdings[h];
+        if (held.owned == 0) continue;
+        Evidence pages;
+        for (const std::uint64_t run : held.owned_runs)
+            for (std::uint64_t i = kvg_run_first(run); i < kvg_run_first(run) + kvg_run_pages(run); ++i)
+                if (const Page* page = held.pool->find(i); page != nullptr && page->owner == rs)
+                    pages.add(i, held.pool->unvouched(*page));
+        Report more;
+        more.evidence = &pages;
+        more.reason = std::to_string(held.owned) + " pages still owned " + world.settings.leak_grace_text +
+                      " s after the request ended";
+        world.report(Kind::page_leak, where, held.pool->id, true, rs, std::move(more));
+    }
+}
+
+void restart(World& world, Stream& stream) {
+    std::vector<Ref<Transfer>> transfers;
+    for (Transfer* t = world.first_transfer; t != nullptr; t = t->next) transfers.emplace_back(t);
+    for (const Ref<Transfer>& transfer : transfers) {
+        if (transfer->where.stream == stream.name && !transfer->sent) {
+            // The sender's process is gone and its source pages with it: nothing more can be added or written.
+            transfer->sent = true;
+            transfer->sent_status = KVG_STATUS_FAILED;
+            world.unlist_outgoing(transfer.get());
+            world.taints.close_one(transfer->taint.get());
+            const auto lates = transfer->late;
+            for (const Ref<Late>& late : lates) judge(world, late.get());
+        }
+        if (transfer->request()->on(stream.name) != nullptr && transfer->pool->stream == stream.name) {
+            transfer->received = true;
+            world.unlist_incoming(transfer.get());
+        }
+        if (transfer->received && transfer->sent) world.drop_transfer(transfer.get());
+    }
+    std::vector<Ref<Request>> requests;
+    for (Request* r = world.first_request; r != nullptr; r = r->next) requests.emplace_back(r);
+    for (const Ref<Request>& request : requests) {
+        RequestStream* const rs = request->on(stream.name);
+        if (rs == nullptr || rs->gone) continue;
+        rs->gone = true;
+        for (const Ref<Late>& late : lates_of(rs)) {
+            late->page = nullptr;
+            confirm(world, late.get());
+        }
+        for (std::size_t h = 0; h < rs->holdings.size(); ++h) {
+            rs->holdings[h].owned = 0;
+            rs->holdings[h].owned_runs.clear();
+        }
+        world.unshare(rs);
+        if (!rs->ended) {
+            rs->ended = true;
+            rs->end = {stream.time_ns, stream.name, static_cast<std::uint64_t>(stream.epoch),
+                       static_cast<std::uint64_t>(stream.processed)};
+            if (world.witness != nullptr) world.witness->ended(request->id->key(), stream.name->text);
+        }
+        world.note_over(request.get());
+    }
+    for (std::size_t i = 0; i < world.all_pools.size(); ++i)
+        if (world.all_pools[i]->stream == stream.name) world.clear(world.all_pools[i].get());
+    stream.name->blind = false;
+}
+
+void reborn(World& world, RequestStream* rs) {
+    Request* const request = rs->request;
+    request->streams.remove(rs);
+    request->former.push_back(rs);
+    world.unend(request);
+}
+
+void lost(World& world, Stream& stream, const Gap& gap, const char* why) {
+    ++world.gaps;
+    ++stream.name->losses;
+    stream.name->blind = true;
+    const Where where{stream.time_ns, stream.name, static_cast<std::uint64_t>(stream.epoch), gap.first};
+    const bool resumed = static_cast<std::int64_t>(gap.first) == stream.resumed;
+    const std::string reason = std::string(why) + ": records " + std::to_string(gap.first) + " to " +
+                               std::to_string(gap.last) + " of epoch " + std::to_string(stream.epoch) + " are missing" +
+                               (resumed ? std::string("; ") + kCannotVouch : "");
+    std::vector<Pool*> pools;
+    for (const auto& pool : world.all_pools)
+        if (pool->stream == stream.name) pools.push_back(pool.get());
+    if (pools.empty()) pools.push_back(world.own_pool(stream.name, false));
+    for (Pool* pool : pools) {
+        Evidence owned;
+        std::vector<Request*> subjects;
+        pool->each([&](std::uint64_t index, Page& page) {
+            if (page.owner == nullptr) return;
+            owned.add(index);
+            Request* const request = page.owner->request;
+            if (subjects.empty() || subjects.back() != request) subjects.push_back(request);
+        });
+        std::sort(subjects.begin(), subjects.end());
+        subjects.erase(std::unique(subjects.begin(), subjects.end()), subjects.end());
+        Report more;
+        more.evidence = &owned;
+        more.subjects = &subjects;
+        more.degraded = resumed;
+        more.reason = reason;
+        world.report(Kind::stream_gap, where, pool->id, true, nullptr, std::move(more));
+        pool->lose_sight();
+    }
+}
+
+}  // namespace kvguard

@@ -1,0 +1,399 @@
+// Rules for transfers: kv.transfer.begin and kv.transfer.end on either side. After guard/ledger/moves.py.
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "ledger/world.hpp"
+
+namespace kvguard {
+
+namespace {
+
+bool same_runs(const Pages& a, const Pages& b) {
+    return a.runs() == b.runs() && (a.runs() == 0 || std::memcmp(a.data(), b.data(), 8 * std::size_t{a.runs()}) == 0);
+}
+
+SortedRuns sorted(const Pages& pages) {
+    SortedRuns runs;
+    for (std::uint32_t i = 0; i < pages.runs(); ++i) runs.emplace_back(pages.run(i).first, pages.run(i).stop());
+    normalise(runs);
+    return runs;
+}
+
+// The digests' texts, one a page.
+std::vector<std::string_view> split(std::string_view digests) {
+    std::vector<std::string_view> out;
+    while (!digests.empty()) {
+        const std::size_t comma = std::min(digests.find(','), digests.size());
+        out.push_back(digests.substr(0, comma));
+        digests.remove_prefix(std::min(comma + 1, digests.size()));
+    }
+    return out;
+}
+
+template <class F>
+void each_page(const Pages& pages, F&& visit) {
+    for (std::uint32_t i = 0; i < pages.runs(); ++i)
+        for (std::uint64_t index = pages.run(i).first; index < pages.run(i).stop(); ++index) visit(index);
+}
+
+bool is_piece(std::string_view transfer) {
+    const std::size_t slash = transfer.rfind('/');
+    if (slash == std::string_view::npos || slash + 1 == transfer.size()) return false;
+    return std::all_of(transfer.begin() + static_cast<std::ptrdiff_t>(slash) + 1, transfer.end(),
+                       [](char c) { return c >= '0' && c <= '9'; });
+}
+
+// The transfer of that id, or all its pieces begun so far.
+std::vector<Ref<Transfer>> named(World& world, std::string_view id) {
+    std::vector<Ref<Transfer>> out;
+    if (Transfer* const exact = world.transfers.find(id); exact != nullptr) {
+        out.emplace_back(exact);
+    } else if (!world.pieces.empty()) {
+        if (const auto at = world.pieces.find(std::string(id)); at != world.pieces.end())
+            out.assign(at->second.begin(), at->second.end());
+    }
+    return out;
+}
+
+void take_source(World& world, Stream& stream, RequestStream* rs, const Record& record, Transfer* transfer,
+                 const Where& where) {
+    Pool* const pool = transfer->source_pool;
+    Evidence gone;
+    std::uint64_t last = UINT64_MAX;
+    for (std::uint32_t i = 0; i < record.pages.runs(); ++i) {
+        const Pages::Run run = record.pages.run(i);
+        if (run.stop() <= pool->size) continue;
+        const std::uint64_t first = std::max(run.first, pool->size);
+        if (last != first) gone.add(first);  // else it goes on where the last one beyond the end stopped
+        last = run.stop();
+    }
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        Links& links = world.links(page);
+        if (!links.outgoing.empty() && links.outgoing.back() == transfer) return;  // named twice
+        const bool unvouched = pool->unvouched(page);
+        if (page.owner != rs && !world.shared_to(pool, index, page, rs->request)) gone.add(index, unvouched);
+        world.taints.absorb(transfer->taint.get(), page.label, unvouched);
+        for (const Ref<Late>& late : links.late)
+            world.taints.absorb(transfer->taint.get(), late->taint.get(), unvouched);
+        links.outgoing.push_back(transfer);
+    });
+    if (gone.empty()) return;
+    Report more;
+    more.evidence = &gone;
+    more.transfer = transfer->id;
+    more.reason = "transfer " + transfer->id + " began from pages that its request did not own any more";
+    world.report(Kind::free_in_flight, where, pool->id, true, rs, std::move(more));
+}
+
+// The receiver's stream may be ahead: has the request let go of the page already?
+void begun_late(World& world, RequestStream* receiver, Pool* pool, std::uint64_t index, Transfer* transfer) {
+    Page* const page = receiver->gone ? nullptr : &world.page(pool, index);
+    if (receiver->late) {
+        if (const auto at = receiver->late->find({pool, index}); at != receiver->late->end()) {
+            const auto& lates = at->second;
+            for (std::size_t i = lates.size(); i-- > 0;)
+                if (!lates[i]->transfer) {
+                    const Ref<Late> unbound = lates[i];
+                    bind(world, unbound.get(), transfer);
+                    return;
+                }
+        }
+    }
+    if (page != nullptr && page->owner == receiver) return;
+    for (std::size_t i = receiver->released.size(); i-- > 0;) {
+        const Released& released = receiver->released[i];
+        if (released.pool != pool || !released.pages.contains(index)) continue;
+        const Where where = released.where;
+        suspect(world, receiver, pool, index, page, &where, transfer);
+        return;
+    }
+    if (receiver->ended && !receiver->gone && !world.unseen(receiver))
+        suspect(world, receiver, pool, index, page, nullptr, transfer);
+}
+
+// A transfer, or pieces of one, ended here and did not begin.
+void unknown(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where,
+             const Pages& never_sent) {
+    world.given_up.put(record.transfer, record.pool_id(), world.settings.max_ended);
+    // A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
+    if (record.status != KVG_OK) return;
+    ++world.gaps;
+    Pool* const pool = world.pool_of(record, stream.name);
+    bool before = world.restored;
+    for (const RequestStream* sender : rs->request->streams)
+        before = before && (sender == rs || world.unseen(sender) ||
+                            world.own_pool(sender->stream, false)->role == KVG_ROUTER);
+    rs->marked_degraded = true;
+    Evidence pages;
+    world.within(pool, never_sent, [&](std::uint64_t index, Page& page) {
+        page.sight = 0;
+        // What was sent before the guard's restart has replaced what the guard saw since.
+        if (before && page.owner == rs) page.set_label(nullptr);
+        pages.add(index);
+    });
+    Report more;
+    more.evidence = &pages;
+    more.degraded = before;
+    more.transfer = record.transfer;
+    more.reason = "transfer " + std::string(record.transfer) + " ended here and no begin of it ever came";
+    world.report(Kind::stream_gap, where, pool->id, true, rs, std::move(more));
+}
+
+// Pages whose digests differ from the sender's.
+std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, const Record& record, const Where& where,
+                                             Pool* pool, const std::vector<Ref<Transfer>>& transfers) {
+    const bool given = (record.flags & KVG_HAS_DIGESTS) != 0;
+    bool unverified = !given;
+    for (const auto& t : transfers) unverified |= !t->has_digests;
+    if (unverified && world.policy.require_digests) {
+        Report more;
+        more.transfer = record.transfer;
+        more.reason = "one side gave no digest";
+        world.report(Kind::unverified_transfer, where, pool->id, true, rs, std::move(more));
+    }
+    std::unordered_set<std::uint64_t> wrong;
+    if (!given) return wrong;
+    if (transfers.size() == 1 && transfers[0]->digests == record.digests &&
+        same_runs(transfers[0]->peer_pages.view(), record.pages))
+        return wrong;
+    std::unordered_map<std::uint64_t, std::string_view> sent;
+    for (const auto& t : transfers) {
+        if (!t->has_digests) continue;
+        const auto digests = split(t->digests);
+        std::size_t at = 0;
+        each_page(t->peer_pages.view(), [&](std::uint64_t index) { sent[index] = digests[at++]; });
+    }
+    const auto digests = split(record.digests);
+    std::size_t at = 0;
+    each_page(record.pages, [&](std::uint64_t index) {
+        const std::string_view digest = digests[at++];
+        if (const auto known = sent.find(index); known != sent.end() && known->second != digest) wrong.insert(index);
+    });
+    if (!wrong.empty()) {
+        Evidence pages;
+        for (const std::uint64_t index : wrong) pages.add(index);
+        Report more;
+        more.evidence = &pages;
+        more.transfer = record.transfer;
+        more.reason = std::to_string(wrong.size()) + " of " + std::to_string(record.pages.size()) +
+                      " pages differ from what was sent";
+        world.report(Kind::digest_mismatch, where, pool->id, true, rs, std::move(more));
+    }
+    return wrong;
+}
+
+void landed(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where, Pool* pool,
+            const std::vector<Ref<Transfer>>& transfers) {
+    const auto wrong = mismatched(world, rs, record, where, pool, transfers);
+    const bool simple = transfers.size() == 1 && same_runs(transfers[0]->peer_pages.view(), record.pages);
+    std::unordered_map<std::uint64_t, Transfer*> sent_to;
+    std::unordered_set<std::uint64_t> given_up;
+    if (!simple)
+        for (const auto& t : transfers)
+            pool->clip(t->peer_pages.view(), [&](std::uint64_t index) { sent_to[index] = t.get(); });
+    for (const auto& t : transfers)
+        for (const Ref<Late>& late : t->late) given_up.insert(late->index);
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        Transfer* transfer = transfers[0].get();
+        if (!simple) {
+            const auto at = sent_to.find(index);
+            if (at == sent_to.end()) return;
+            transfer = at->second;
+        }
+        settle(world, page, stream.clock.get());
+        if (page.owner == rs) {
+            // Bytes that differ from what was sent may be the ones that were there before.
+            Taint* const before = !wrong.empty() && wrong.count(index) != 0 ? page.label : nullptr;
+            page.set_label(world.taints.join(transfer->taint.get(), before).get());
+            page.set(Page::kValid, true);
+            page.set(Page::kTouched, true);
+        } else if (given_up.empty() || given_up.count(index) == 0) {
+            into_foreign_page(world, rs, pool, index, page, where, transfer->taint.get(), transfer->id);
+        }
+        if (page.links != nullptr)
+            for (Transfer* onward : page.links->outgoing) world.taints.absorb(onward->taint.get(), page.label);
+    });
+    u128 begun = 0;
+    for (const auto& t : transfers) begun += t->tokens;
+    rs->in(pool).landed += std::min<u128>(record.tokens, begun);
+    Evidence missing;
+    if (!simple) {
+        std::unordered_set<std::uint64_t> here;
+        pool->clip(record.pages, [&](std::uint64_t index) { here.insert(index); });
+        for (const auto& [index, transfer] : sent_to)
+            if (here.count(index) == 0) missing.add(index);
+    }
+    if (missing.empty() && record.tokens >= begun) return;
+    if (simple) pool->clip(record.pages, [&](std::uint64_t index) { sent_to[index] = nullptr; });
+    Report more;
+    more.evidence = &missing;
+    more.transfer = record.transfer;
+    more.reason = std::to_string(record.tokens) + " of " + to_text(begun) + " tokens and " +
+                  std::to_string(record.pages.size()) + " of " + std::to_string(sent_to.size()) + " pages arrived";
+    world.report(Kind::short_transfer, where, pool->id, true, rs, std::move(more));
+}
+
+// The receiver's stream has seen what the senders had seen, and the senders up to these begins.
+void merge_clocks(Stream& stream, const std::vector<Ref<Transfer>>& transfers) {
+    const auto wants = [&](StreamName* name, std::int64_t epoch, std::int64_t seq) {
+        if (stream.clock)
+            for (const Clock::Seen& s : stream.clock->seen)
+                if (s.stream == name) return std::pair{s.epoch, s.seq} < std::pair{epoch, seq};
+        return true;
+    };
+    const auto see = [&](StreamName* name, std::int64_t epoch, std::int64_t seq) {
+        if (!wants(name, epoch, seq)) return;
+        if (!stream.clock) {
+            stream.clock = std::make_shared<Clock>();
+        } else if (stream.clock.use_count() > 1) {
+            stream.clock = std::make_shared<Clock>(*stream.clock);
+        }
+        for (Clock::Seen& s : stream.clock->seen)
+            if (s.stream == name) {
+                s.epoch = epoch;
+                s.seq = seq;
+                return;
+            }
+        stream.clock->seen.push_back({name, epoch, seq});
+    };
+    for (const auto& t : transfers) {
+        const ClockRef seen = t->clock;
+        if (seen)
+            for (const Clock::Seen& s : seen->seen)
+                if (s.stream != t->where.stream) see(s.stream, s.epoch, s.seq);
+        see(t->where.stream, static_cast<std::int64_t>(t->where.epoch), static_cast<std::int64_t>(t->where.seq));
+    }
+}
+
+}  // namespace
+
+std::string_view base_of(std::string_view transfer) {
+    const std::size_t slash = transfer.rfind('/');
+    return slash == std::string_view::npos ? std::string_view{} : transfer.substr(0, slash);
+}
+
+void begin(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    if (Transfer* const earlier = world.transfers.find(record.transfer); earlier != nullptr)
+        world.drop_transfer(earlier);
+    Transfer* const transfer = world.transfer_pool.make(&world);
+    retain(transfer);  // the tables' own
+    transfer->id = record.transfer;
+    transfer->sender = rs;
+    transfer->where = where;
+    transfer->clock = stream.clock;
+    transfer->source_pool = record.pool.empty() ? world.own_pool(stream.name, false) : world.pool(record.pool);
+    transfer->pool = world.pool(record.peer_pool);
+    transfer->pages = PageRuns(record.pages);
+    transfer->peer_pages = PageRuns(record.peer_pages);
+    transfer->tokens = record.tokens;
+    transfer->has_digests = (record.flags & KVG_HAS_DIGESTS) != 0;
+    transfer->digests = record.digests;
+    transfer->taint = world.taints.pending();
+    transfer->in_flight = true;
+    transfer->previous = world.last_transfer;
+    (world.last_transfer != nullptr ? world.last_transfer->next : world.first_transfer) = transfer;
+    world.last_transfer = transfer;
+    world.transfers.insert(transfer);
+    rs->request->transfers.emplace_back(transfer);
+    const std::string_view base = base_of(transfer->id);
+    if (is_piece(transfer->id)) world.pieces[std::string(base)].push_back(transfer);
+    take_source(world, stream, rs, record, transfer, where);
+    // The receiver ended it when its begin had not come in time: it is over there.
+    if (world.given_up.went_to(transfer->id, record.peer_pool) ||
+        (!base.empty() && world.given_up.went_to(base, record.peer_pool))) {
+        transfer->received = true;
+        return;
+    }
+    Pool* const pool = transfer->pool;
+    RequestStream* const receiver = rs->request->on(pool->stream);
+    const std::uint64_t last = pool->end();
+    for (std::uint32_t i = 0; i < record.peer_pages.runs(); ++i) {
+        const Pages::Run run = record.peer_pages.run(i);
+        if (run.first < last) transfer->into.push_back(kvg_run(run.first, std::min(run.stop(), last) - run.first));
+    }
+    pool->clip(record.peer_pages, [&](std::uint64_t index) {
+        auto& writers = *world.incoming.insert({pool, index}).first;
+        if (!writers.empty() && writers.back() == transfer) return;  // named twice
+        writers.push_back(transfer);
+        if (receiver != nullptr) begun_late(world, receiver, pool, index, transfer);
+    });
+}
+
+bool missing_begin(World& world, const Record& record) {
+    if (world.transfers.find(record.transfer) != nullptr || world.done.has(record.transfer)) return false;
+    if (world.pieces.empty()) return true;
+    const auto at = world.pieces.find(std::string(record.transfer));
+    if (at == world.pieces.end()) return true;
+    SortedRuns begun;
+    for (const Transfer* t : at->second) {
+        // A sender begins no further piece after one that failed, or after its own restart.
+        if ((t->sent && t->sent_status != KVG_OK) || t->sender->gone) return false;
+        const SortedRuns more = sorted(t->peer_pages.view());
+        begun.insert(begun.end(), more.begin(), more.end());
+    }
+    normalise(begun);
+    SortedRuns all = begun;
+    add_runs(all, sorted(record.pages));
+    return all != begun;
+}
+
+void end_sent(World& world, const Record& record, const Where& where) {
+    for (const Ref<Transfer>& transfer : named(world, record.transfer)) {
+        if (transfer->sent || transfer->where.stream != where.stream) continue;
+        transfer->sent = transfer->sent_at_known = true;
+        transfer->sent_status = record.status;
+        transfer->sent_at = where;
+        world.unlist_outgoing(transfer.get());
+        world.taints.close_one(transfer->taint.get());
+        const auto lates = transfer->late;
+        for (const Ref<Late>& late : lates) judge(world, late.get());
+        if (transfer->received) world.drop_transfer(transfer.get());
+    }
+}
+
+void end_received(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    // Only the pool that a transfer goes to can say that it arrived: what another stream says of it is about no
+    // transfer that is known.
+    const std::string_view pool_id = record.pool_id();
+    bool begun = false;
+    std::vector<Ref<Transfer>> transfers;
+    const auto all = named(world, record.transfer);
+    for (const Ref<Transfer>& t : all) {
+        if (t->pool->id != pool_id) continue;
+        begun = true;
+        if (!t->received) transfers.push_back(t);
+    }
+    if (begun && missing_begin(world, record)) {
+        std::unordered_set<std::uint64_t> covered;
+        for (const Ref<Transfer>& t : all)
+            if (t->pool->id == pool_id) each_page(t->peer_pages.view(), [&](std::uint64_t index) { covered.insert(index); });
+        PageRuns rest;
+        each_page(record.pages, [&](std::uint64_t index) {
+            if (covered.count(index) == 0) rest.append(index);
+        });
+        unknown(world, stream, rs, record, where, rest.view());
+    } else if (!begun && !world.done.went_to(record.transfer, pool_id)) {
+        unknown(world, stream, rs, record, where, record.pages);
+    }
+    if (transfers.empty()) return;
+    merge_clocks(stream, transfers);
+    Pool* const pool = world.pool_of(record, stream.name);
+    const bool ok = record.status == KVG_OK;
+    if (ok) landed(world, stream, rs, record, where, pool, transfers);
+    for (const Ref<Transfer>& transfer : transfers) {
+        const auto lates = transfer->late;
+        if (ok)
+            for (const Ref<Late>& late : lates) arrived(world, late.get(), where);
+        transfer->received = true;
+        world.unlist_incoming(transfer.get());
+        for (const Ref<Late>& late : lates) {
+            late->confirmed = true;
+            judge(world, late.get());
+        }
+        if (transfer->sent) world.drop_transfer(transfer.get());
+    }
+}
+
+}  // namespace kvguard

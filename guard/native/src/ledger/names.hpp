@@ -1,0 +1,115 @@
+// Interned ids, and sets of tenants as small numbers.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ledger/memory.hpp"
+
+namespace kvguard {
+
+struct Request;
+class Names;
+
+// One id, kept while something refers to it. Ids of one `Names` are equal when their addresses are.
+struct Name {
+    Names* home;
+    std::uint32_t refs;
+    std::uint32_t size;
+    Request* request;          // of a request's id: the request known by it, if any
+    std::uint32_t tenant_set;  // of a tenant's id: the set of it alone, once asked for
+    char text[];
+
+    std::string_view key() const { return {text, size}; }
+    std::string str() const { return {text, size}; }
+};
+
+void retain(Name* name);
+void release(Name* name);
+
+class Names {
+  public:
+    explicit Names(const Hash& hash) : index_(hash) {}
+    Names(const Names&) = delete;
+    Names& operator=(const Names&) = delete;
+    ~Names() {
+        index_.each([](Name* name) { std::free(name); });
+    }
+
+    Name* find(std::string_view text) const { return index_.find(text); }
+    // The name, made with no reference to it if it is new: the caller takes one at once.
+    Name* intern(std::string_view text) {
+        const std::uint64_t hash = index_.hash(text);
+        if (Name* known = index_.find(text, hash); known != nullptr) return known;
+        auto* const name = static_cast<Name*>(std::malloc(sizeof(Name) + text.size()));
+        if (name == nullptr) throw std::bad_alloc();
+        *name = Name{this, 0, static_cast<std::uint32_t>(text.size()), nullptr, 0};
+        std::memcpy(name->text, text.data(), text.size());
+        index_.insert(name, hash);
+        return name;
+    }
+    std::size_t size() const { return index_.size(); }
+    std::size_t bytes() const { return index_.bytes() + 72 * index_.size(); }
+
+  private:
+    friend void release(Name* name);
+    void forget(Name* name) {
+        index_.erase(name);
+        std::free(name);
+    }
+    Index<Name> index_;
+};
+
+inline void retain(Name* name) { ++name->refs; }
+inline void release(Name* name) {
+    if (--name->refs == 0) name->home->forget(name);
+}
+
+// Sets of tenants, each once, by a small number; 0 is the empty set. Counted like everything else.
+class TenantSets {
+  public:
+    using Id = std::uint32_t;
+    explicit TenantSets(const Hash& hash);
+
+    Id single(Name* tenant);
+    // The set of both; `retain` it if it is to be kept (a set nobody keeps stays only until `tidy`).
+    Id unite(Id a, Id b);
+    void retain(Id id) {
+        if (id != 0) ++sets_[id].refs;
+    }
+    void release(Id id) {
+        if (id != 0 && --sets_[id].refs == 0) forget(id);
+    }
+    const std::vector<Ref<Name>>& of(Id id) const { return sets_[id].tenants; }  // by address, rising
+    bool contains(Id id, const Name* tenant) const;
+    // Whether `sub` lies within `super`.
+    bool within(Id sub, Id super);
+    std::size_t size() const { return sets_.size() - free_.size(); }
+
+  private:
+    struct Set {
+        std::vector<Ref<Name>> tenants;
+        std::uint32_t refs = 0;
+        std::uint32_t serial = 0;  // tells what stood in this place before
+        std::uint64_t hash = 0;
+    };
+    struct Cached {
+        Id a = 0, b = 0, sum = 0;
+        std::uint32_t serial_a = 0, serial_b = 0, serial_sum = 0;
+    };
+    Id intern(std::vector<Ref<Name>>&& tenants);
+    void forget(Id id);
+    std::uint64_t hash_of(const std::vector<Ref<Name>>& tenants) const;
+
+    const Hash& hash_;
+    std::vector<Set> sets_;
+    std::vector<Id> free_;
+    std::vector<Id> buckets_;  // open addressing over sets_; 0 is empty
+    std::size_t used_ = 0;
+    std::vector<Cached> cache_;
+};
+
+}  // namespace kvguard

@@ -1,0 +1,87 @@
+// Order within a stream: holes, repeats, restarts, and how long to wait for what is missing.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ledger/requests.hpp"
+
+namespace kvguard {
+
+// Records first to last (inclusive) that did not come.
+struct Gap {
+    std::uint64_t first;
+    std::int64_t last;
+};
+
+// An end of a request on the stream; at its deadline it may own no page. A weak reference: who is gone owns nothing.
+struct LeakWatch {
+    std::uint64_t deadline;
+    RequestStream* rs;
+    std::uint64_t serial;
+    Where where;
+};
+
+// One emitter's stream: takes records in any order, gives them back in the order of kv.seq. What waits is kept as
+// bytes; what need not wait never is.
+struct Stream {
+    static constexpr std::size_t kRecent = 1024;
+    static constexpr std::size_t kRemembered = 64;
+    static constexpr std::int64_t kNone = -1;  // no deadline
+
+    StreamName* name = nullptr;
+    std::uint32_t index = 0;
+    std::int64_t epoch = -1;
+    std::uint64_t next_seq = 0;
+    std::int64_t processed = -1;
+    ClockRef clock;
+    std::uint64_t time_ns = 0;
+    std::int64_t resumed = -1;  // records below it were judged before the guard's restart; -1: there was none in this epoch
+    std::size_t moved_at = 0;  // its place among those whose watermark moved, if it is there
+    std::map<std::uint64_t, std::string> held;
+    std::deque<std::string> ready;
+    bool has_deadline = false, has_wait_deadline = false, has_successor_deadline = false;
+    std::int64_t deadline_ns = 0, wait_deadline_ns = 0, successor_deadline_ns = 0;
+    bool waiting = false;
+    std::string waiting_for;
+    std::vector<std::pair<std::uint64_t, std::map<std::uint64_t, std::string>>> successors;  // as they came
+    std::size_t later = 0;                                                                  // records in them
+    std::deque<std::pair<std::uint64_t, std::uint64_t>> recent;  // (seq, hash) of those given out, rising
+    std::deque<Gap> given_up;
+    std::deque<std::uint64_t> past;
+    std::uint64_t duplicates = 0, late = 0;
+    std::vector<LeakWatch> leaks;  // a heap, the earliest deadline first
+    std::uint64_t looks = 0;       // how often leaks were looked for although no record came,
+    std::uint64_t looked_to = 0;   // the last time for deadlines before this
+
+    void watch_leak(std::uint64_t deadline, RequestStream* rs, const Where& where);
+    LeakWatch next_leak();
+    // Whether leaks of that deadline were looked for since `looks` was that.
+    bool looked_at(std::uint64_t deadline, std::uint64_t looks_then) const {
+        return deadline < time_ns || (looks > looks_then && deadline < looked_to);
+    }
+    std::string_view key() const { return name->text; }
+    std::size_t holding() const { return held.size() + ready.size() + later; }
+    bool idle() const { return held.empty() && ready.empty() && !waiting; }
+
+    void remember(std::uint64_t seq, std::uint64_t hash) {
+        recent.emplace_back(seq, hash);
+        if (recent.size() > kRecent) recent.pop_front();
+    }
+    // Takes in a record that is not simply the next one; false when the sequence runs backwards with it.
+    bool push(const Record& record, std::int64_t deadline, const Hash& hash);
+    // Gives up the hole before what is held; false when there is none.
+    bool skip_hole(const Hash& hash, Gap& gap);
+    // Goes on to the next epoch that is held. What was ready of the old one must be done first.
+    void start_successor(std::int64_t deadline, const Hash& hash);
+
+  private:
+    bool push(std::uint64_t seq, std::string_view bytes, std::int64_t deadline, const Hash& hash);
+    void let_go(const Hash& hash);
+};
+
+}  // namespace kvguard

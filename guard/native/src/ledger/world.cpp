@@ -1,0 +1,601 @@
+#include "ledger/world.hpp"
+
+#include <algorithm>
+
+namespace kvguard {
+
+namespace {
+
+constexpr const char* kFindingNames[kKinds] = {
+    "foreign-read",  "stale-read",     "foreign-write", "tainted-response", "zombie-request",
+    "double-owner",  "digest-mismatch", "canary-hit",   "short-transfer",   "free-in-flight",
+    "foreign-share", "double-free",    "wrong-status",  "over-capacity",    "hook-divergence",
+    "page-leak",     "stream-gap",     "unverified-transfer", "unscrubbed-reuse",
+};
+constexpr const char* kActionNames[] = {"observe", "alert", "quarantine", "kill"};
+constexpr const char* kLimitNames[kLimits] = {"streams",  "pools",     "pages",         "requests", "request_streams",
+                                              "transfers", "page_transfers"};
+constexpr const char* kOutcomes[] = {"finished", "rejected", "aborted", "failed"};
+
+std::string finding_key(Kind kind, const RequestStream* rs, std::string_view pool, bool has_pool) {
+    std::string key(1, static_cast<char>(kind));
+    key += rs != nullptr ? '\1' : '\0';
+    if (rs != nullptr) key += rs->request->id->key();
+    key += '\0';
+    key += has_pool ? '\1' : '\0';
+    key += pool;
+    return key;
+}
+
+std::string finding_key(const Finding& f) {
+    std::string key(1, static_cast<char>(f.kind));
+    key += f.has_request ? '\1' : '\0';
+    key += f.request;
+    key += '\0';
+    key += f.has_pool ? '\1' : '\0';
+    key += f.pool;
+    return key;
+}
+
+// Adds to a set that keeps its smallest; whether it changed.
+bool keep_smallest(std::set<std::string>& set, std::string_view text) {
+    if (set.size() >= kMaxOthers && text >= *set.rbegin()) return false;
+    if (!set.emplace(text).second) return false;
+    if (set.size() > kMaxOthers) set.erase(std::prev(set.end()));
+    return true;
+}
+
+}  // namespace
+
+const char* name_of(Kind kind) { return kFindingNames[static_cast<int>(kind)]; }
+const char* name_of(Action action) { return kActionNames[static_cast<int>(action)]; }
+const char* name_of(Limit limit) { return kLimitNames[static_cast<int>(limit)]; }
+const char* outcome_text(std::uint8_t outcome) { return kOutcomes[outcome & 3]; }
+
+std::string to_text(unsigned __int128 number) {
+    std::string digits;
+    do {
+        digits.insert(digits.begin(), static_cast<char>('0' + static_cast<int>(number % 10)));
+        number /= 10;
+    } while (number != 0);
+    return digits;
+}
+
+int compare(const Where& a, const Where& b) {
+    if (a.time_ns != b.time_ns) return a.time_ns < b.time_ns ? -1 : 1;
+    if (a.stream != b.stream) {
+        const int order = a.stream->text.compare(b.stream->text);
+        if (order != 0) return order;
+    }
+    if (a.epoch != b.epoch) return a.epoch < b.epoch ? -1 : 1;
+    if (a.seq != b.seq) return a.seq < b.seq ? -1 : 1;
+    return 0;
+}
+
+// --- runs
+
+void normalise(SortedRuns& runs) {
+    if (runs.size() < 2) return;
+    std::sort(runs.begin(), runs.end());
+    std::size_t kept = 0;
+    for (std::size_t i = 1; i < runs.size(); ++i) {
+        if (runs[i].first <= runs[kept].second) {
+            runs[kept].second = std::max(runs[kept].second, runs[i].second);
+        } else {
+            runs[++kept] = runs[i];
+        }
+    }
+    runs.resize(kept + 1);
+}
+
+void add_runs(SortedRuns& into, const SortedRuns& more) {
+    into.insert(into.end(), more.begin(), more.end());
+    normalise(into);
+}
+
+std::uint64_t count(const SortedRuns& runs) {
+    std::uint64_t n = 0;
+    for (const auto& [first, stop] : runs) n += stop - first;
+    return n;
+}
+
+std::string text(const SortedRuns& runs) {
+    std::string out;
+    for (const auto& [first, stop] : runs) {
+        if (!out.empty()) out += ',';
+        out += std::to_string(first);
+        if (stop - first > 1) out += '-' + std::to_string(stop - 1);
+    }
+    return out;
+}
+
+// --- counted objects
+
+void retain(Request* request) { ++request->refs; }
+void release(Request* request) {
+    if (--request->refs == 0) request->world->destroy(request);
+}
+void retain(Transfer* transfer) { ++transfer->refs; }
+void release(Transfer* transfer) {
+    if (--transfer->refs == 0) transfer->world->transfer_pool.destroy(transfer);
+}
+void retain(Late* late) { ++late->refs; }
+void release(Late* late) {
+    if (--late->refs == 0) late->world->late_pool.destroy(late);
+}
+
+Request::~Request() = default;
+
+bool Request::killed() const {
+    for (const auto& finding : findings)
+        if (finding->kills() && finding->subjects.count(id->str()) != 0) return true;
+    return false;
+}
+
+RequestSummary Request::summary() const {
+    RequestSummary s;
+    s.id = id->str();
+    std::set<std::string> lineage;
+    for (const RequestStream* rs : streams) {
+        if (!s.has_tenant || rs->tenant->key() < s.tenant) s.tenant = rs->tenant->str();
+        s.has_tenant = true;
+        for (const Origin& origin : rs->label->origins) lineage.insert(origin.tenant->str());
+    }
+    s.lineage.assign(lineage.begin(), lineage.end());
+    s.killed = killed();
+    for (const auto& finding : findings)
+        s.disclosed |= finding->kind == Kind::tainted_response && finding->request == s.id;
+    return s;
+}
+
+bool Transfer::done_before(const Clock* seen) const {
+    if (!sent_at_known) return false;
+    const auto known = seen != nullptr ? seen->of(where.stream) : std::pair<std::int64_t, std::int64_t>{0, -1};
+    return known >= std::pair{static_cast<std::int64_t>(sent_at.epoch), static_cast<std::int64_t>(sent_at.seq)};
+}
+
+// --- remembered ids
+
+void Remembered::put(std::string_view id, std::string_view pool, std::size_t limit) {
+    const IdHash key{hash_(id) | 1};
+    const auto [value, fresh] = pools_.insert(key);
+    value->value = hash_(pool);
+    if (!fresh) return;
+    if (order_.size() < limit) {
+        order_.push_back(key);
+        return;
+    }
+    pools_.erase(order_[oldest_]);
+    order_[oldest_] = key;
+    oldest_ = (oldest_ + 1) % order_.size();
+}
+
+// --- the tables
+
+World::World(const Policy& policy, const Settings& settings) : policy(policy), settings(settings) {
+    public_label = taints.single(taints.public_name.get(), nullptr);
+}
+
+World::~World() {
+    // Circles of references are what they are: everything goes with the pools.
+    for (const auto& pool : all_pools)
+        pool->each([](std::uint64_t, Page& page) {
+            delete page.links;
+            page.links = nullptr;
+        });
+}
+
+StreamName* World::stream_name(std::string_view text) {
+    const std::uint64_t h = stream_names.hash(text);
+    if (StreamName* known = stream_names.find(text, h); known != nullptr) return known;
+    all_stream_names.push_back(std::make_unique<StreamName>());
+    StreamName* const name = all_stream_names.back().get();
+    name->text = text;
+    name->own_pool = pools.find(text);
+    stream_names.insert(name, h);
+    return name;
+}
+
+Pool* World::pool(std::string_view id, StreamName* stream) {
+    const std::uint64_t h = pools.hash(id);
+    if (Pool* known = pools.find(id, h); known != nullptr) {
+        if (stream != nullptr && !known->announced) give(known, stream);
+        return known;
+    }
+    all_pools.push_back(std::make_unique<Pool>());
+    Pool* const made = all_pools.back().get();
+    made->id = id;
+    made->limit = made->size = settings.max_pool_pages;
+    pools.insert(made, h);
+    StreamName* const same = stream_name(id);
+    same->own_pool = made;
+    made->stream = stream != nullptr ? stream : same;
+    made->lost_sight = made->stream->blind;
+    return made;
+}
+
+Pool* World::own_pool(StreamName* stream, bool of_stream) {
+    Pool* const known = stream->own_pool;
+    if (known == nullptr) return pool(stream->text, of_stream ? stream : nullptr);
+    if (of_stream && !known->announced) give(known, stream);
+    return known;
+}
+
+// The pool is this stream's.
+void World::give(Pool* pool, StreamName* stream) {
+    if (pool->stream == stream) return;
+    pool->stream = stream;
+    if (stream->blind) pool->lose_sight();
+}
+
+Page& World::page(Pool* pool, std::uint64_t index) {
+    const std::uint64_t before = pool->blocks_kept;
+    Page& page = pool->page(index);
+    blocks += pool->blocks_kept - before;
+    return page;
+}
+
+void World::set_owner(Page& page, RequestStream* rs) {
+    if (page.owner == rs) return;
+    if (rs != nullptr) retain(rs);
+    RequestStream* const before = page.owner;
+    page.owner = rs;
+    if (before != nullptr) release(before);
+}
+
+// The label of the request's own bytes: closed, so that one serves all its streams.
+Ref<Taint> World::own_label(Request* request, Name* tenant) {
+    if (!request->own) request->own = taints.single(tenant, request->id.get());
+    if (request->own->origins[0].tenant == tenant) return request->own;
+    return taints.single(tenant, request->id.get());
+}
+
+// A new epoch of its stream: every label empty, every page unowned. Transfers that write to it stay listed.
+void World::clear(Pool* pool) {
+    std::vector<RsRef> owners;
+    pool->each([&](std::uint64_t, Page& page) {
+        if (page.owner != nullptr) {
+            if (Holding* h = page.owner->find(pool); h != nullptr && h->owned > 0) --h->owned;
+            if (owners.empty() || owners.back().get() != page.owner) owners.emplace_back(page.owner);
+            set_owner(page, nullptr);
+        }
+        page.set_label(nullptr);
+        if (page.links != nullptr) {
+            for (const Ref<Late>& late : page.links->late) late->page = nullptr;
+            delete page.links;
+            page.links = nullptr;
+        }
+    });
+    blocks -= pool->blocks_kept;
+    pool->blocks.clear();
+    pool->blocks_kept = pool->pages = 0;
+    pool->lost_sight = false;
+    ++pool->incarnation;
+    std::vector<const RequestStream*> seen;
+    for (const RsRef& owner : owners) {
+        if (std::find(seen.begin(), seen.end(), owner.get()) != seen.end()) continue;
+        seen.push_back(owner.get());
+        note_over(owner->request);
+    }
+}
+
+RequestStream* World::follow(Request* request, StreamName* stream, std::string_view tenant) {
+    Name* const name = tenant_names.intern(tenant);
+    RequestStream* const rs = request_streams.make(request, stream, name, ++serial);
+    rs->losses_before = stream->losses;
+    rs->label = own_label(request, name);
+    request->streams.push_back(rs);
+    unend(request);
+    if (witness != nullptr) witness->request(request->id->key(), stream->text, tenant);
+    return rs;
+}
+
+Request* World::make_request(std::string_view text) {
+    Name* const id = request_names.intern(text);
+    Request* const request = id->request = request_pool.make(this, id);
+    retain(request);
+    request->known = true;
+    request->previous = last_request;
+    (last_request != nullptr ? last_request->next : first_request) = request;
+    last_request = request;
+    ++requests_known;
+    return request;
+}
+
+RequestStream* World::request(const Record& record, Stream& stream, Request* known) {
+    Request* const request = known != nullptr ? known : make_request(record.request);
+    if (RequestStream* const rs = request->on(stream.name); rs != nullptr) return rs;
+    RequestStream* const rs = follow(request, stream.name, record.tenant);
+    // It may have begun in what was missed, unless this is where it begins.
+    rs->marked_degraded = stream.name->blind && record.kind != KVG_ADMIT;
+    return rs;
+}
+
+void World::unend(Request* request) {
+    if (!request->ended) return;
+    request->ended = false;
+    (request->ended_previous != nullptr ? request->ended_previous->ended_next : first_ended) = request->ended_next;
+    (request->ended_next != nullptr ? request->ended_next->ended_previous : last_ended) = request->ended_previous;
+    request->ended_previous = request->ended_next = nullptr;
+    --requests_ended;
+}
+
+void World::note_over(Request* request) {
+    if (request->known && !request->ended && request->over() && request->owns_nothing()) {
+        request->ended = true;
+        request->ended_previous = last_ended;
+        (last_ended != nullptr ? last_ended->ended_next : first_ended) = request;
+        last_ended = request;
+        ++requests_ended;
+    }
+    while (requests_ended > settings.max_ended) {
+        retire(first_ended);
+        fetch_retiring();
+    }
+}
+
+// Those that are to go next have not been looked at for long: asks for their memory step by step, so that it is there.
+void World::fetch_retiring() const {
+    const auto fetch = [](const void* object, std::size_t bytes) {
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(object) + at, 1);
+    };
+    const Request* const first = first_ended;
+    if (first == nullptr) return;
+    for (const RequestStream* rs : first->streams) {
+        fetch(rs->label.get(), sizeof(Taint));
+        fetch(rs->tenant.get(), sizeof(Name));
+    }
+    fetch(first->id.get(), sizeof(Name));
+    const Request* const second = first->ended_next;
+    if (second == nullptr) return;
+    for (const RequestStream* rs : second->streams) fetch(rs, sizeof(RequestStream));
+    if (const Request* const third = second->ended_next; third != nullptr) fetch(third, sizeof(Request));
+}
+
+void World::retire(Request* request) {
+    const Ref<Request> keep(request);
+    unend(request);
+    if (!request->known) return;
+    request->known = false;
+    request->id->request = nullptr;
+    (request->previous != nullptr ? request->previous->next : first_request) = request->next;
+    (request->next != nullptr ? request->next->previous : last_request) = request->previous;
+    request->previous = request->next = nullptr;
+    --requests_known;
+    const auto transfers_of = request->transfers;
+    for (const Ref<Transfer>& transfer : transfers_of) drop_transfer(transfer.get());
+    const auto let_go = [&](RequestStream* rs, bool drop) {
+        if (!rs->late) return;
+        std::vector<Ref<Late>> lates;
+        for (const auto& [place, list] : *rs->late) lates.insert(lates.end(), list.begin(), list.end());
+        for (const Ref<Late>& late : lates) {
+            if (drop) {
+                drop_late(late.get());
+            } else if (late->transfer) {
+                std::erase_if(late->transfer->late, [&](const Ref<Late>& other) { return other == late.get(); });
+            }
+        }
+        rs->late.reset();
+    };
+    for (RequestStream* rs : request->streams) let_go(rs, true);
+    for (RequestStream* rs : request->former) let_go(rs, false);
+    for (const auto& finding : request->findings) findings.erase(finding_key(*finding));
+    if (want_retired == Ledger::Retired::all) {
+        events.push_back({Event::What::retired, nullptr, request->summary()});
+    } else if (want_retired == Ledger::Retired::marked && !request->findings.empty()) {
+        events.push_back({Event::What::retired, nullptr, {}});
+        events.back().request.id = request->id->str();
+    }
+    if (witness != nullptr) witness->retired(request->id->key());
+    for (RequestStream* rs : request->streams) unshare(rs);
+    release(request);  // the tables' own
+}
+
+void World::destroy(Request* request) {
+    ++request->refs;  // what follows may let go of the last references once more
+    for (RequestStream* rs : request->streams) request_streams.destroy(rs);
+    for (RequestStream* rs : request->former) request_streams.destroy(rs);
+    request_pool.destroy(request);
+}
+
+// --- who may read a page without owning it
+
+bool World::shared_to(const Pool* pool, std::uint64_t index, const Page& page, const Request* request) {
+    return page.is(Page::kShared) &&
+           sharers.find({request->id.get(), pool, index, pool->incarnation, page.share_epoch}) != nullptr;
+}
+
+bool World::ever_shared(const RequestStream* rs, const Pool* pool, std::uint64_t index) {
+    return sharers.find({rs, pool, index, 0, 0}) != nullptr;
+}
+
+void World::share_to(RequestStream* rs, Pool* pool, std::uint64_t index, Page& page) {
+    page.set(Page::kShared, true);
+    const bool fresh = sharers.insert({rs->request->id.get(), pool, index, pool->incarnation, page.share_epoch}).second;
+    const bool first = sharers.insert({rs, pool, index, 0, 0}).second;
+    if (!fresh && !first) return;
+    auto& shared = rs->shared;
+    if (shared.size() >= 64 && shared.size() == shared.capacity()) {
+        // Pages that were handed out anew since leave nothing behind but their index.
+        std::erase_if(shared, [&](const RequestStream::Share& s) {
+            const Page* now = s.pool->find(s.index);
+            if (now != nullptr && s.incarnation == s.pool->incarnation && s.share_epoch == now->share_epoch) return false;
+            sharers.erase({rs->request->id.get(), s.pool, s.index, s.incarnation, s.share_epoch});
+            sharers.erase({rs, s.pool, s.index, 0, 0});
+            return true;
+        });
+        sharers.insert({rs, pool, index, 0, 0});
+    }
+    shared.push_back({pool, index, pool->incarnation, page.share_epoch});
+}
+
+void World::unshare(RequestStream* rs) {
+    const Name* const id = rs->request->id.get();
+    for (const RequestStream::Share& s : rs->shared) {
+        sharers.erase({id, s.pool, s.index, s.incarnation, s.share_epoch});
+        sharers.erase({rs, s.pool, s.index, 0, 0});
+        if (const Page* page = s.pool->find(s.index); page != nullptr && page->is(Page::kShared))
+            sharers.erase({id, s.pool, s.index, s.pool->incarnation, page->share_epoch});
+    }
+    rs->shared.clear();
+}
+
+bool World::readable_by(const Pool* pool, std::uint64_t index, const Page& page, const RequestStream* rs) {
+    return page.is(Page::kValid) && (page.owner == rs || shared_to(pool, index, page, rs->request));
+}
+
+// --- transfers and late writers that are over
+
+void World::drop_transfer(Transfer* transfer) {
+    const Ref<Transfer> keep(transfer);
+    auto& of_request = transfer->request()->transfers;
+    std::erase_if(of_request, [&](const Ref<Transfer>& other) { return other == transfer; });
+    unlist_incoming(transfer);
+    if (!transfer->sent) {
+        unlist_outgoing(transfer);
+        taints.close_one(transfer->taint.get());
+    }
+    if (!transfer->in_flight) return;
+    transfer->in_flight = false;
+    transfers.erase(transfer);
+    (transfer->previous != nullptr ? transfer->previous->next : first_transfer) = transfer->next;
+    (transfer->next != nullptr ? transfer->next->previous : last_transfer) = transfer->previous;
+    transfer->previous = transfer->next = nullptr;
+    const std::string_view base = base_of(transfer->id);
+    if (!base.empty()) {
+        if (const auto at = pieces.find(std::string(base)); at != pieces.end()) {
+            std::erase(at->second, transfer);
+            if (at->second.empty()) {
+                pieces.erase(at);
+                done.put(base, transfer->pool->id, settings.max_ended);
+            }
+        }
+    }
+    done.put(transfer->id, transfer->pool->id, settings.max_ended);
+    release(transfer);  // the tables' own
+}
+
+void World::unlist_incoming(Transfer* transfer) {
+    const Pool* const to = transfer->pool;
+    for (const std::uint64_t run : transfer->into) {
+        const std::uint64_t stop = kvg_run_first(run) + kvg_run_pages(run);
+        for (std::uint64_t index = kvg_run_first(run); index < stop; ++index) {
+            const IncomingKey key{to, index};
+            auto* const writers = incoming.find(key);
+            if (writers == nullptr || !writers->remove(transfer)) continue;
+            if (writers->empty()) incoming.erase(key);
+        }
+    }
+    transfer->into.clear();
+}
+
+void World::unlist_outgoing(Transfer* transfer) {
+    Pool* const from = transfer->source_pool;
+    from->clip(transfer->pages.view(), [&](std::uint64_t index) {
+        Page* const page = from->find(index);
+        if (page == nullptr || page->links == nullptr) return;
+        page->links->outgoing.remove(transfer);
+        tidy(*page);
+    });
+}
+
+void World::drop_late(Late* late) {
+    const Ref<Late> keep(late);
+    const auto same = [&](const Ref<Late>& other) { return other == late; };
+    if (auto& lates = late->rs->late; lates) {
+        if (const auto at = lates->find({late->pool, late->index}); at != lates->end()) {
+            std::erase_if(at->second, same);
+            if (at->second.empty()) lates->erase(at);
+        }
+    }
+    if (late->page != nullptr && late->page->links != nullptr) {
+        std::erase_if(late->page->links->late, same);
+        tidy(*late->page);
+    }
+    if (late->transfer) std::erase_if(late->transfer->late, same);
+    if (!late->written) {
+        late->written = true;
+        taints.close_one(late->taint.get());
+    }
+}
+
+// --- findings
+
+Finding& World::report(Kind kind, const Where& where, std::string_view pool, bool has_pool, RequestStream* rs,
+                       Report&& more) {
+    static const Evidence kNoPages;
+    const Evidence& evidence = more.evidence != nullptr ? *more.evidence : kNoPages;
+    const bool unsure = more.degraded || (!evidence.empty() && !evidence.vouched);
+    auto& known = findings[finding_key(kind, rs, pool, has_pool)];
+    const bool fresh = known == nullptr;
+    bool changed = fresh;
+    if (fresh) {
+        known = std::make_shared<Finding>();
+        known->kind = kind;
+        known->has_request = known->has_tenant = rs != nullptr;
+        if (rs != nullptr) {
+            known->request = rs->request->id->str();
+            known->tenant = rs->tenant->str();
+        }
+        known->has_pool = has_pool;
+        known->pool = pool;
+    }
+    const std::shared_ptr<Finding> keep = known;
+    Finding& f = *keep;
+    int order = -1;
+    if (!fresh) {
+        order = where.time_ns != f.time_ns ? (where.time_ns < f.time_ns ? -1 : 1)
+                                           : where.stream->text.compare(f.stream);
+        if (order == 0) order = where.epoch != f.epoch ? (where.epoch < f.epoch ? -1 : 1)
+                              : where.seq != f.seq     ? (where.seq < f.seq ? -1 : 1)
+                                                       : 0;
+    }
+    if (order < 0 || (order == 0 && more.transfer < f.transfer)) {
+        f.time_ns = where.time_ns;
+        f.stream = where.stream->text;
+        f.epoch = where.epoch;
+        f.seq = where.seq;
+        f.has_transfer = !more.transfer.empty();
+        f.transfer = more.transfer;
+        f.reason = std::move(more.reason);
+        changed = true;
+    }
+    if (!evidence.empty()) {
+        SortedRuns before = f.pages;
+        add_runs(f.pages, evidence.runs);
+        changed |= before != f.pages;
+    }
+    for (const Name* tenant : more.tenants) changed |= keep_smallest(f.other_tenants, tenant->key());
+    for (const Name* request : more.requests)
+        if (!f.has_request || request->key() != f.request) changed |= keep_smallest(f.other_requests, request->key());
+    if (!unsure && f.degraded) {
+        f.degraded = false;
+        changed = true;
+    }
+    const Action action = policy.action(kind, f.degraded);
+    changed |= action != f.action;
+    f.action = action;
+    const auto name_in = [&](Request* request, bool hit) {
+        if (std::find(request->findings.begin(), request->findings.end(), keep) == request->findings.end())
+            request->findings.push_back(keep);
+        if (hit) changed |= f.subjects.insert(request->id->str()).second;
+    };
+    if (more.subjects != nullptr) {
+        if (rs != nullptr) name_in(rs->request, false);
+        for (Request* request : *more.subjects) name_in(request, true);
+    } else if (rs != nullptr) {
+        name_in(rs->request, true);
+    }
+    if (changed) events.push_back({fresh ? Event::What::found : Event::What::grown, keep, {}});
+    return f;
+}
+
+void World::foreign_of(const Taint& taint, const Name* tenant, Report& into) const {
+    for (const Origin& origin : taint.origins) {
+        if (origin.tenant == tenant || origin.tenant == taints.public_name.get()) continue;
+        into.tenants.push_back(origin.tenant);
+        into.requests.insert(into.requests.end(), origin.requests.begin(), origin.requests.end());
+    }
+}
+
+}  // namespace kvguard
