@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from guard.findings import Action, Confidence, Finding, Kind
 from guard.ledger import LedgerSettings
+from guard.ledger.restored import Restored
 from guard.native import _core
 from guard.policy import Policy
-from guard.records import PageSet, Record
+from guard.records import PageSet, Record, Role
 
 _KINDS = tuple(Kind)
 _ACTIONS = tuple(Action)
+_ROLES = tuple(Role)
 _MOST = (1 << 62) - 1
 """What stands for any larger number."""
 _LIMITS = (
@@ -140,6 +142,17 @@ class Ledger:
     def feed_rows(self, rows: _core.Rows, now_ns: int = 0) -> None:
         """Takes many records in, in their order. The GIL is free while they are judged; nobody may change `rows`."""
         self._core.feed_rows(rows, now_ns)
+        self._tell()
+
+    def restore(self, before: Restored) -> None:
+        """What the guard before this one knew; to be told before any record."""
+        self._core.restore(
+            _core.Restored(
+                [(s.name, s.epoch, s.processed, s.time_ns, s.past) for s in before.streams],
+                [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
+                [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
+            )
+        )
         self._tell()
 
     def advance(self, now_ns: int) -> None:
