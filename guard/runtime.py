@@ -67,7 +67,7 @@ class Runtime:
             )
         self._enforce = config.mode == "enforce"
         self._on_failure = on_failure
-        journal, before, unsettled = _journal(config)
+        self._journal, before, unsettled = _journal(config)
         try:
             self._core = Core(
                 core_policy(config.policy),
@@ -78,7 +78,7 @@ class Runtime:
                 ring=config.ring.path if config.ring.on else None,
                 ring_lanes=config.ring.lanes,
                 ring_rows=config.ring.rows,
-                journal=journal,
+                journal=self._journal,
             )
         except RuntimeError as error:
             raise BindError(str(error)) from None
@@ -119,6 +119,8 @@ class Runtime:
         self.recorder.stop()
         if not self._judging.is_alive():
             self.board.close()
+            if self._journal is not None:
+                self._journal.flush()  # that the store has now what it was given last
 
     def _judge(self) -> None:
         try:

@@ -195,7 +195,7 @@ def test_a_second_guard_is_refused(path: str) -> None:
 
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="its directory cannot be made|cannot be opened"):
+    with pytest.raises(RuntimeError, match=r"its directory cannot be made|cannot be opened"):
         Journal.open(str(tmp_path / "file" / "journal"), LIMIT)
     with pytest.raises(RuntimeError, match="cannot be opened"):
         Journal.open(str(tmp_path), LIMIT)
