@@ -11,7 +11,7 @@ from guard.act.board import BoardWriter
 from guard.config import load
 from guard.findings import Kind
 from guard.incidents.recorder import Recorder
-from guard.receive.otlp import Batch
+from guard.receive.decode import Rows
 from guard.runtime import Runtime
 
 
@@ -101,7 +101,10 @@ def test_the_guards_counters_are_the_ledgers(tmp_path: Path) -> None:
     board = BoardWriter.create(tmp_path / "board")
     config = load(environ={}, settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0"])
     runtime = Runtime(config, board, Recorder(str(tmp_path / "incidents.db")))
-    assert runtime.inbox.put(Batch(items=list(rig.log), read=len(rig.log)), 1)
+    rows = Rows()
+    for record in rig.log:
+        rows.append(record)
+    assert runtime.inbox.put(rows, 1)
     runtime.start()
     until(lambda: runtime.counters.stream_gaps == 3)
     assert runtime.counters.records_dropped == 2
