@@ -31,7 +31,10 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What the engine does with the guard beside it."""
 
     endpoint: str | None = None
-    """Where records go: ``unix:PATH`` or ``HOST:PORT`` (OTLP/gRPC). None: records are not emitted."""
+    """Where records go as spans: ``unix:PATH`` or ``HOST:PORT`` (OTLP/gRPC)."""
+    ring: str | None = None
+    """The guard's ring, where records go through shared memory. With an endpoint too, each goes both ways; with
+    neither, records are not emitted."""
     token: str | None = None
     """What the guard's ``listen.token`` asks for."""
     board: str | None = None
@@ -43,7 +46,12 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     on_timeout: Literal["open", "closed"] = "open"
     """What a wait that ran out, or a guard that is gone, means: go on, or end the request with 503."""
     queue: int = 65_536
-    """Records that may wait to be sent; what does not fit is dropped, counted, and leaves a hole in `kv.seq`."""
+    """Records that may wait to be sent as spans; what does not fit is dropped, counted, and is a hole in `kv.seq`."""
+
+    @property
+    def emits(self) -> bool:
+        """Whether the guard gets records."""
+        return self.endpoint is not None or self.ring is not None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

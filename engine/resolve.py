@@ -148,10 +148,12 @@ def _check_guard(config: EngineConfig) -> None:
     guard = config.guard
     if guard.endpoint is not None and not _ENDPOINT.fullmatch(guard.endpoint):
         raise ConfigError(f"guard.endpoint: {guard.endpoint!r} is neither unix:PATH nor HOST:PORT")
+    if guard.ring is not None and ("\0" in guard.ring or not guard.ring.startswith("/")):
+        raise ConfigError(f"guard.ring: {guard.ring!r} is no absolute path")
     if guard.gate != "off" and guard.board is None:
         raise ConfigError(f"guard.board: gate {guard.gate} needs the path of the verdict board")
-    if guard.gate != "off" and guard.endpoint is None:
-        raise ConfigError(f"guard.endpoint: gate {guard.gate} needs a guard that gets records")
+    if guard.gate != "off" and not guard.emits:
+        raise ConfigError(f"guard.endpoint or guard.ring: gate {guard.gate} needs a guard that gets records")
 
 
 def advertised_context(config: EngineConfig, model_context: int) -> int:

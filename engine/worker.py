@@ -163,13 +163,14 @@ def run(name: str, role: Role, config: EngineConfig) -> None:
         emitter, provider = configure(
             name,
             endpoint=guard.endpoint,
+            ring=guard.ring,
             token=guard.token,
             queue=guard.queue,
             otlp_endpoint=config.otlp_endpoint,
             drop=drop,
         )
     except EmitError as error:
-        raise ConfigError(f"guard.endpoint or otlp_endpoint: {error}") from error
+        raise ConfigError(f"guard.endpoint, guard.ring or otlp_endpoint: {error}") from error
     shape = model.config.page_shape(config.page_tokens)
     dtype: torch.dtype = getattr(torch, config.dtype)
     remove_stale(directory, name)

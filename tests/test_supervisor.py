@@ -260,6 +260,8 @@ def test_check_and_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("guard.wait_ms=-1", "guard.wait_ms"),
         ("guard.endpoint=nowhere", "guard.endpoint"),
         ("guard.gate=sync", "guard.board"),
+        ("guard={gate: sync, board: /b}", "guard.endpoint or guard.ring"),
+        ("guard.ring=nowhere", "guard.ring"),
         ("tenants={'a b': x}", "tenants: key 0"),
         ("tenants={a: ''}", "tenants: the tenant of key 0"),
         ("model=gpt", "model"),

@@ -56,10 +56,15 @@ def serve(config: EngineConfig, listener: socket.socket | None) -> None:
     guard = config.guard
     try:
         emitter, provider = configure(
-            ROUTER, endpoint=guard.endpoint, token=guard.token, queue=guard.queue, otlp_endpoint=config.otlp_endpoint
+            ROUTER,
+            endpoint=guard.endpoint,
+            ring=guard.ring,
+            token=guard.token,
+            queue=guard.queue,
+            otlp_endpoint=config.otlp_endpoint,
         )
     except EmitError as error:
-        raise ConfigError(f"guard.endpoint or otlp_endpoint: {error}") from error
+        raise ConfigError(f"guard.endpoint, guard.ring or otlp_endpoint: {error}") from error
     verdicts = Verdicts(guard.board)
     router = Router(config, context, emitter, verdicts)
     metrics = Metrics()

@@ -62,7 +62,7 @@ def server_info(router: Router, model: ModelConfig) -> dict[str, Any]:
         "digests": config.digests,
         "max_waiting": config.max_waiting,
         "gate": {"mode": guard.gate, "wait_ms": guard.wait_ms, "on_timeout": guard.on_timeout},
-        "records": guard.endpoint is not None,
+        "records": guard.emits,
         "faults": [fault.value for fault in config.faults],
         "workers": workers,
     }

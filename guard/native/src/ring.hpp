@@ -33,7 +33,7 @@ class RingReader {
 
     struct Lane {
         std::uint32_t index;
-        std::int32_t pid;          // of the writer; 0: free
+        std::int32_t pid;          // of the writer, in its namespace; 0: free; -1: taken and not said by whom
         std::uint64_t written;     // records
         std::uint64_t dropped;     // records that found the lane full
         std::uint64_t broken;      // bytes that were no record, skipped
