@@ -12,18 +12,15 @@ ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "bench"
 _HERE, _CORE = ROOT / "bench" / "native", ROOT / "guard" / "native"
 _INCLUDES = (_CORE / "include", _CORE / "src", _HERE)
-_SOURCES = {
-    "ledger": (_HERE / "ledger.cpp", _HERE / "trace.cpp", _CORE / "src" / "records.cpp"),
-    "spans": (_HERE / "spans.cpp", _HERE / "trace.cpp", _CORE / "src" / "records.cpp"),
-    "writer": (_HERE / "writer.cpp", _HERE / "trace.cpp", _CORE / "src" / "records.cpp"),
-}
+NAMES = ("ledger", "spans", "writer")
 
 
 def program(name: str) -> Path:
-    """Builds one, unless it is newer than all that it is made from."""
-    sources = list(_SOURCES[name])
+    """Builds one of `NAMES`, unless it is newer than all that it is made from."""
+    core = [*(_CORE / "src").glob("records.cpp"), *(_CORE / "src").glob("utf8.cpp")]
     if name == "ledger":
-        sources += sorted((_CORE / "src" / "ledger").glob("*.cpp"))
+        core += (_CORE / "src" / "ledger").glob("*.cpp")
+    sources = [_HERE / f"{name}.cpp", _HERE / "trace.cpp", *sorted(core)]
     headers = [header for folder in _INCLUDES for header in folder.rglob("*.h*")]
     made = BUILT / name
     if not made.exists() or made.stat().st_mtime < max(p.stat().st_mtime for p in (*sources, *headers)):

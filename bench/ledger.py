@@ -59,8 +59,8 @@ def _table(policy: str, cells: dict[tuple[str, int, int], Cell]) -> None:
     mine = {key[1:]: cell for key, cell in cells.items() if key[0] == policy}
     sample = mine[PAGES[-1], TENANTS[-1]]
     print(
-        f"  pages handed out {policy}; {sample['pages_per_record']:.1f} pages in {sample['runs_per_record']:.1f} runs a "
-        f"record, {sample['bytes_per_record']:.0f} bytes a record; 200 live requests; million records/s"
+        f"  pages handed out {policy}: {sample['pages_per_record']:.1f} of them in {sample['runs_per_record']:.1f} runs "
+        f"a record, {sample['bytes_per_record']:.0f} bytes a record; 200 live requests; million records/s"
     )
     print("    " + "pages".rjust(11) + "".join(f"{tenants:>8} tenants" for tenants in TENANTS))
     for pages in PAGES:
