@@ -19,7 +19,14 @@ from bench._plots import Line, plot
 PAGES = (10_000, 100_000, 1_000_000) if QUICK else (10_000, 100_000, 1_000_000, 10_000_000)
 TENANTS = (2, 100, 10_000)
 LIVE = (100, 1000) if QUICK else (100, 1000, 10_000, 100_000)
-POLICIES = ("lifo", "fifo", "shuffled")
+POLICIES = {
+    "lifo": "the page freed last first",
+    "fifo": "pages in turn",
+    "shuffled": "pages in turn, out of order",
+}
+"""How an engine hands out its pages. The last goes over the whole pool and finds no two neighbours: the worst for a
+cache, and the one that is the same in pools of every size."""
+WORST = "shuffled"
 ROUNDS = 1 if QUICK else 3
 SIZE: dict[str, int] = {"records": 50_000, "warm": 20_000} if QUICK else {"records": 2_000_000}
 PYTHON_RECORDS = 5_000 if QUICK else 100_000
@@ -59,8 +66,8 @@ def _table(policy: str, cells: dict[tuple[str, int, int], Cell]) -> None:
     mine = {key[1:]: cell for key, cell in cells.items() if key[0] == policy}
     sample = mine[PAGES[-1], TENANTS[-1]]
     print(
-        f"  pages handed out {policy}: {sample['pages_per_record']:.1f} of them in {sample['runs_per_record']:.1f} runs "
-        f"a record, {sample['bytes_per_record']:.0f} bytes a record; 200 live requests; million records/s"
+        f"  {POLICIES[policy]}: {sample['pages_per_record']:.1f} pages in {sample['runs_per_record']:.1f} runs and "
+        f"{sample['bytes_per_record']:.0f} bytes a record; 200 live requests; million records/s"
     )
     print("    " + "pages".rjust(11) + "".join(f"{tenants:>8} tenants" for tenants in TENANTS))
     for pages in PAGES:
@@ -78,11 +85,11 @@ def _table(policy: str, cells: dict[tuple[str, int, int], Cell]) -> None:
 def _live() -> None:
     """By live requests, in pools that can hold them all."""
     pages = PAGES[-1]
-    print(f"  by live requests; {pages:,} pages, 100 tenants, fifo; million records/s")
+    print(f"  by live requests; {pages:,} pages, 100 tenants, {POLICIES[WORST]}; million records/s")
     results: dict[int, list[Cell]] = {live: [] for live in LIVE}
     for _ in range(ROUNDS):
         for live in LIVE:
-            results[live].append(_native.run("ledger", policy="fifo", pages=pages, tenants=100, live=live, **SIZE))
+            results[live].append(_native.run("ledger", policy=WORST, pages=pages, tenants=100, live=live, **SIZE))
     for live, cells in results.items():
         cell = _median(cells)
         aged = statistics.median(c["second_half"] / c["first_half"] for c in cells)
@@ -97,7 +104,7 @@ def _live() -> None:
 def _memory(cells: dict[tuple[str, int, int], Cell]) -> None:
     print("  memory: growth of the resident set while every page is handed out, written and freed once")
     for pages in PAGES:
-        measured = cells["fifo", pages, TENANTS[0]]["page_bytes"]
+        measured = cells[WORST, pages, TENANTS[0]]["page_bytes"]
         print(f"    {pages:11,} {measured:7.1f} bytes a page (bar {BYTES_BAR:.0f})")
 
 
@@ -143,16 +150,16 @@ def _draw(cells: dict[tuple[str, int, int], Cell]) -> None:
             Line(f"{tenants:,} tenants, {name}", [(pages, rate(policy, pages, tenants)) for pages in PAGES],
                  color=number, dashed=policy == "lifo")
             for number, tenants in enumerate(TENANTS)
-            for policy, name in (("fifo", "pages round robin"), ("lifo", "last freed first"))
+            for policy, name in ((WORST, "pages in turn"), ("lifo", "last freed first"))
         ],
         bars,
     )  # fmt: skip
     plot(
         "ledger-tenants.png",
-        "Native ledger, one core: records a second by tenants (pages round robin)",
+        "Native ledger, one core: records a second by tenants (pages in turn, out of order)",
         ("tenants", "million records/s"),
         [
-            Line(f"{pages:,} pages", [(tenants, rate("fifo", pages, tenants)) for tenants in TENANTS], color=number)
+            Line(f"{pages:,} pages", [(tenants, rate(WORST, pages, tenants)) for tenants in TENANTS], color=number)
             for number, pages in enumerate(PAGES)
         ],
         bars,
