@@ -113,7 +113,7 @@ void keep_looked(std::vector<Looked>& kept, const Where& where, std::string_view
     last = {where, std::string(pool), std::move(joined)};
 }
 
-void stale_read(World& world, Stream& stream, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
+void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
                 Evidence&& stale) {
     if (!stale.empty()) {
         const std::uint64_t wrong = stale.size();
@@ -133,7 +133,7 @@ void stale_read(World& world, Stream& stream, RequestStream* rs, const Record& r
     });
     Report more;
     more.evidence = &beyond;
-    more.degraded = degraded(rs, stream.losses);
+    more.degraded = rs->degraded();
     more.reason = "read " + std::to_string(record.tokens) + " tokens, " + to_text(valid) + " are valid";
     world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
 }
@@ -156,10 +156,6 @@ void note_page(SortedRuns& runs, std::uint64_t index) {
 }
 
 }  // namespace
-
-bool degraded(const RequestStream* rs, std::uint64_t losses) {
-    return rs->marked_degraded || rs->losses_before != losses;
-}
 
 void write(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     Pool* const pool = world.pool_of(record, stream.name);
@@ -245,7 +241,7 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         stale.add_run(first, first + pages);
         beyond -= pages;
     }
-    stale_read(world, stream, rs, record, pool, where, std::move(stale));
+    stale_read(world, rs, record, pool, where, std::move(stale));
     SmallVec<Taint*, 8> tasted;
     tasted.push_back(rs->label.get());
     for (Read& label : labels) {
@@ -316,6 +312,7 @@ void dead_or_rejected(World& world, Request* request) {
                     }
                     Report more;
                     more.evidence = &pages;
+                    more.degraded = death.degraded;
                     more.reason = "went on although " + death.stream->text + " had ended it as " +
                                   outcome_text(death.outcome);
                     world.report(Kind::zombie_request, looked.where, looked.pool, true, rs, std::move(more));

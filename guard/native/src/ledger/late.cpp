@@ -31,7 +31,7 @@ void foreign_write(World& world, Late* late, const Where& where) {
 void wrote(World& world, Late* late, Transfer* transfer, const Where& where) {
     if (!late->written) {
         late->written = true;
-        world.taints.absorb(late->taint.get(), transfer->taint.get());
+        world.taints.absorb(late->taint.get(), transfer->taint.get(), late->unvouched);
         world.taints.close_one(late->taint.get());
     }
     foreign_write(world, late, where);
@@ -53,7 +53,7 @@ void settle(World& world, Page& page, const Clock* clock) {
         Transfer* const transfer = late->transfer.get();
         if (transfer == nullptr || !late->confirmed || !transfer->done_before(clock)) continue;
         if (transfer->sent && transfer->sent_status == KVG_OK)
-            page.set_label(world.taints.join(page.label, transfer->taint.get()).get());
+            page.set_label(world.taints.join(page.label, late->taint.get()).get());
         std::erase_if(page.links->late, [&](const Ref<Late>& other) { return other == late.get(); });
     }
     World::tidy(page);
@@ -81,7 +81,7 @@ void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
     late->pool = pool;
     late->index = index;
     late->page = page;
-    late->unvouched = page != nullptr && pool->unvouched(*page);
+    late->unvouched = rs->degraded() || (page != nullptr && pool->unvouched(*page));
     if (released != nullptr) {
         late->has_released = true;
         late->released = *released;
@@ -161,7 +161,7 @@ void arrived(World& world, Late* late, const Where& where) {
     if (page == nullptr || page->links == nullptr) return;
     auto& lates = page->links->late;
     const auto gone = std::erase_if(lates, [&](const Ref<Late>& other) { return other == late; });
-    if (gone != 0) page->set_label(world.taints.join(page->label, late->transfer->taint.get()).get());
+    if (gone != 0) page->set_label(world.taints.join(page->label, late->taint.get()).get());
     World::tidy(*page);
 }
 

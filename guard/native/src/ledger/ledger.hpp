@@ -107,7 +107,13 @@ struct Sizes {
 
 // What a restarted guard knew of before: from the journal, given to `Ledger::restore` before any record.
 struct Restored {
-    struct Stream { std::string name; std::uint64_t epoch; std::int64_t processed; std::uint64_t time_ns; };
+    struct Stream {
+        std::string name;
+        std::uint64_t epoch;
+        std::int64_t processed;
+        std::uint64_t time_ns;
+        std::vector<std::uint64_t> past;  // epochs that are over, oldest first, at most 64
+    };
     struct Pool { std::string id, stream; std::uint64_t pages, page_tokens; std::uint8_t role; };
     struct Live { std::string request, stream, tenant; bool ended; };
     std::vector<Stream> streams;

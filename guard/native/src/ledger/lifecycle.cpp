@@ -22,6 +22,7 @@ std::vector<Ref<Late>> lates_of(const RequestStream* rs) {
 
 // Transfers in flight to pages that the request never had here: wherever they land, it is not its page.
 void never_owned(World& world, RequestStream* rs) {
+    if (world.unseen(rs)) return;  // it may have had them before the guard's restart
     const auto transfers = rs->request->transfers;
     for (const Ref<Transfer>& transfer : transfers) {
         Pool* const pool = world.pool(transfer->pool);
@@ -50,7 +51,7 @@ void close(World& world, RequestStream* rs) {
 
 void announce(World& world, Stream& stream, const Record& record, const Where& where) {
     Pool* const pool = record.pool.empty() ? world.own_pool(stream.name, false) : world.pool(record.pool);
-    pool->stream = stream.name;
+    world.give(pool, stream.name);
     pool->size = record.tokens;
     pool->announced = true;
     pool->page_tokens = record.extra;
@@ -79,6 +80,7 @@ void went_on(World& world, Stream& stream, RequestStream* rs, const Record& reco
             pages.add_run(record.pages.run(i).first, std::min(record.pages.run(i).stop(), pool->end()));
         Report more;
         more.evidence = &pages;
+        more.degraded = rs->ended_unseen;
         more.reason = std::string(name_of(record.kind)) + " after its end on " + stream.name->text;
         world.report(Kind::zombie_request, where, pool->id, true, rs, std::move(more));
     }
@@ -96,16 +98,18 @@ void went_on(World& world, Stream& stream, RequestStream* rs, const Record& reco
 }
 
 void request_end(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
-    if (!rs->ended) {
+    if (!rs->ended || rs->ended_unseen) {
+        if (world.witness != nullptr && !rs->ended)
+            world.witness->ended(rs->request->id->key(), stream.name->text);
         rs->ended = true;
+        rs->ended_unseen = false;
         rs->end = where;
-        if (world.witness != nullptr) world.witness->ended(rs->request->id->key(), stream.name->text);
     }
     Request* const request = rs->request;
     if (record.code == KVG_REJECTED || record.code == KVG_FAILED) {
         if (std::none_of(request->deaths.begin(), request->deaths.end(),
                          [&](const Death& d) { return d.stream == stream.name; }))
-            request->deaths.push_back({stream.name, where, record.code, stream.clock});
+            request->deaths.push_back({stream.name, where, record.code, stream.clock, rs->degraded()});
     }
     if (record.code == KVG_REJECTED && world.own_pool(stream.name, false)->role != KVG_ROUTER &&
         std::find(request->rejections.begin(), request->rejections.end(), stream.name) == request->rejections.end())
@@ -181,6 +185,7 @@ void restart(World& world, Stream& stream) {
     }
     for (std::size_t i = 0; i < world.all_pools.size(); ++i)
         if (world.all_pools[i]->stream == stream.name) world.clear(world.all_pools[i].get());
+    stream.name->blind = false;
 }
 
 void reborn(World& world, RequestStream* rs) {
@@ -192,8 +197,13 @@ void reborn(World& world, RequestStream* rs) {
 
 void lost(World& world, Stream& stream, const Gap& gap, const char* why) {
     ++world.gaps;
-    ++stream.losses;
+    ++stream.name->losses;
+    stream.name->blind = true;
     const Where where{stream.time_ns, stream.name, static_cast<std::uint64_t>(stream.epoch), gap.first};
+    const bool resumed = static_cast<std::int64_t>(gap.first) == stream.resumed;
+    const std::string reason = std::string(why) + ": records " + std::to_string(gap.first) + " to " +
+                               std::to_string(gap.last) + " of epoch " + std::to_string(stream.epoch) + " are missing" +
+                               (resumed ? std::string("; ") + kCannotVouch : "");
     std::vector<Pool*> pools;
     for (const auto& pool : world.all_pools)
         if (pool->stream == stream.name) pools.push_back(pool.get());
@@ -212,8 +222,8 @@ void lost(World& world, Stream& stream, const Gap& gap, const char* why) {
         Report more;
         more.evidence = &owned;
         more.subjects = &subjects;
-        more.reason = std::string(why) + ": records " + std::to_string(gap.first) + " to " + std::to_string(gap.last) +
-                      " of epoch " + std::to_string(stream.epoch) + " are missing";
+        more.degraded = resumed;
+        more.reason = reason;
         world.report(Kind::stream_gap, where, pool->id, true, nullptr, std::move(more));
         pool->lose_sight();
     }

@@ -105,23 +105,33 @@ void begun_late(World& world, RequestStream* receiver, Pool* pool, std::uint64_t
         suspect(world, receiver, pool, index, page, &where, transfer);
         return;
     }
-    if (receiver->ended && !receiver->gone) suspect(world, receiver, pool, index, page, nullptr, transfer);
+    if (receiver->ended && !receiver->gone && !world.unseen(receiver))
+        suspect(world, receiver, pool, index, page, nullptr, transfer);
 }
 
-void unknown(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+// A transfer, or pieces of one, ended here and did not begin.
+void unknown(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where,
+             const Pages& never_sent) {
     world.given_up.put(record.transfer, record.pool_id(), world.settings.max_ended);
     // A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
     if (record.status != KVG_OK) return;
     ++world.gaps;
     Pool* const pool = world.pool_of(record, stream.name);
+    bool before = world.restored;
+    for (const RequestStream* sender : rs->request->streams)
+        before = before && (sender == rs || world.unseen(sender) ||
+                            world.own_pool(sender->stream, false)->role == KVG_ROUTER);
     rs->marked_degraded = true;
     Evidence pages;
-    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+    world.within(pool, never_sent, [&](std::uint64_t index, Page& page) {
         page.sight = 0;
+        // What was sent before the guard's restart has replaced what the guard saw since.
+        if (before && page.owner == rs) page.set_label(nullptr);
         pages.add(index);
     });
     Report more;
     more.evidence = &pages;
+    more.degraded = before;
     more.transfer = record.transfer;
     more.reason = "transfer " + std::string(record.transfer) + " ended here and no begin of it ever came";
     world.report(Kind::stream_gap, where, pool->id, true, rs, std::move(more));
@@ -345,12 +355,24 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
     const std::string_view pool_id = record.pool_id();
     bool begun = false;
     std::vector<Ref<Transfer>> transfers;
-    for (Ref<Transfer>& t : named(world, record.transfer)) {
+    const auto all = named(world, record.transfer);
+    for (const Ref<Transfer>& t : all) {
         if (t->pool != pool_id) continue;
         begun = true;
-        if (!t->received) transfers.push_back(std::move(t));
+        if (!t->received) transfers.push_back(t);
     }
-    if (!begun && !world.done.went_to(record.transfer, pool_id)) unknown(world, stream, rs, record, where);
+    if (begun && missing_begin(world, record)) {
+        std::unordered_set<std::uint64_t> covered;
+        for (const Ref<Transfer>& t : all)
+            if (t->pool == pool_id) each_page(t->peer_pages.view(), [&](std::uint64_t index) { covered.insert(index); });
+        PageRuns rest;
+        each_page(record.pages, [&](std::uint64_t index) {
+            if (covered.count(index) == 0) rest.append(index);
+        });
+        unknown(world, stream, rs, record, where, rest.view());
+    } else if (!begun && !world.done.went_to(record.transfer, pool_id)) {
+        unknown(world, stream, rs, record, where, record.pages);
+    }
     if (transfers.empty()) return;
     merge_clocks(stream, transfers);
     Pool* const pool = world.pool_of(record, stream.name);

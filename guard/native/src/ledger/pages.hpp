@@ -21,6 +21,8 @@ struct Pool;
 struct StreamName {
     std::string text;
     Pool* own_pool = nullptr;  // the pool of the same name
+    std::uint64_t losses = 0;  // times that some of its records were missed
+    bool blind = false;        // something of its present epoch was missed: what was made in it may not be known
     std::string_view key() const { return text; }
 };
 

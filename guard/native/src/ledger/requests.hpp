@@ -65,6 +65,7 @@ struct Death {
     Where where;
     std::uint8_t outcome;
     ClockRef clock;
+    bool degraded;  // it may have seen more of them, in records that the guard missed
 };
 
 // What a request has of one pool, on one stream.
@@ -90,6 +91,7 @@ struct RequestStream {
     std::uint64_t serial;  // tells a slot's lives apart
     bool ended = false;
     bool gone = false;  // the stream has restarted since: the pages that it had are no more
+    bool ended_unseen = false;  // its end was seen by the guard before this one only
     bool marked_degraded = false;
     bool over_capacity = false;
     Where end;
@@ -109,6 +111,8 @@ struct RequestStream {
     std::unique_ptr<std::map<Pool*, std::unordered_set<std::uint64_t>>> permitted;
     std::vector<std::pair<std::uint64_t, Where>> pending_leaks;  // deadlines of ends at which it owned nothing
 
+    // The guard missed some of its records.
+    bool degraded() const { return marked_degraded || losses_before != stream->losses; }
     Holding& in(Pool* pool) {
         for (Holding& h : holdings)
             if (h.pool == pool) return h;

@@ -55,7 +55,8 @@ bool Stream::push(std::uint64_t seq, std::string_view bytes, std::int64_t deadli
         ++duplicates;
         const auto at = std::lower_bound(recent.begin(), recent.end(), seq,
                                          [](const auto& known, std::uint64_t wanted) { return known.first < wanted; });
-        return at != recent.end() && at->first == seq && at->second == hash(bytes);
+        return static_cast<std::int64_t>(seq) < resumed ||
+               (at != recent.end() && at->first == seq && at->second == hash(bytes));
     }
     const auto [place, added] = held.try_emplace(seq, bytes);
     if (!added) {
@@ -107,7 +108,7 @@ void Stream::start_successor(std::int64_t deadline, const Hash& hash) {
     successors.erase(next);
     later -= records.size();
     next_seq = 0;
-    processed = -1;
+    processed = resumed = -1;
     clock.reset();
     held.clear();
     has_deadline = false;

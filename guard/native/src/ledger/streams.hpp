@@ -40,7 +40,7 @@ struct Stream {
     std::int64_t processed = -1;
     ClockRef clock;
     std::uint64_t time_ns = 0;
-    std::uint64_t losses = 0;  // times that some of its records were missed
+    std::int64_t resumed = -1;  // records below it were judged before the guard's restart; -1: there was none in this epoch
     std::size_t moved_at = 0;  // its place among those whose watermark moved, if it is there
     std::map<std::uint64_t, std::string> held;
     std::deque<std::string> ready;

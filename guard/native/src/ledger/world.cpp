@@ -194,7 +194,7 @@ StreamName* World::stream_name(std::string_view text) {
 Pool* World::pool(std::string_view id, StreamName* stream) {
     const std::uint64_t h = pools.hash(id);
     if (Pool* known = pools.find(id, h); known != nullptr) {
-        if (stream != nullptr && !known->announced) known->stream = stream;
+        if (stream != nullptr && !known->announced) give(known, stream);
         return known;
     }
     all_pools.push_back(std::make_unique<Pool>());
@@ -205,14 +205,22 @@ Pool* World::pool(std::string_view id, StreamName* stream) {
     StreamName* const same = stream_name(id);
     same->own_pool = made;
     made->stream = stream != nullptr ? stream : same;
+    made->lost_sight = made->stream->blind;
     return made;
 }
 
 Pool* World::own_pool(StreamName* stream, bool of_stream) {
     Pool* const known = stream->own_pool;
     if (known == nullptr) return pool(stream->text, of_stream ? stream : nullptr);
-    if (of_stream && !known->announced) known->stream = stream;
+    if (of_stream && !known->announced) give(known, stream);
     return known;
+}
+
+// The pool is this stream's.
+void World::give(Pool* pool, StreamName* stream) {
+    if (pool->stream == stream) return;
+    pool->stream = stream;
+    if (stream->blind) pool->lose_sight();
 }
 
 Page& World::page(Pool* pool, std::uint64_t index) {
@@ -259,10 +267,10 @@ void World::clear(Pool* pool) {
     }
 }
 
-RequestStream* World::follow(Request* request, StreamName* stream, std::string_view tenant, std::uint64_t losses) {
+RequestStream* World::follow(Request* request, StreamName* stream, std::string_view tenant) {
     Name* const name = tenant_names.intern(tenant);
     RequestStream* const rs = request_streams.make(request, stream, name, ++serial);
-    rs->losses_before = losses;
+    rs->losses_before = stream->losses;
     rs->label = taints.single(name, request->id.get());
     request->streams.push_back(rs);
     unend(request);
@@ -270,20 +278,25 @@ RequestStream* World::follow(Request* request, StreamName* stream, std::string_v
     return rs;
 }
 
+Request* World::make_request(std::string_view text) {
+    Name* const id = request_names.intern(text);
+    Request* const request = id->request = request_pool.make(this, id);
+    retain(request);
+    request->known = true;
+    request->previous = last_request;
+    (last_request != nullptr ? last_request->next : first_request) = request;
+    last_request = request;
+    ++requests_known;
+    return request;
+}
+
 RequestStream* World::request(const Record& record, Stream& stream, Request* known) {
-    Request* request = known;
-    if (request == nullptr) {
-        Name* const id = request_names.intern(record.request);
-        request = id->request = request_pool.make(this, id);
-        retain(request);
-        request->known = true;
-        request->previous = last_request;
-        (last_request != nullptr ? last_request->next : first_request) = request;
-        last_request = request;
-        ++requests_known;
-    }
+    Request* const request = known != nullptr ? known : make_request(record.request);
     if (RequestStream* const rs = request->on(stream.name); rs != nullptr) return rs;
-    return follow(request, stream.name, record.tenant, stream.losses);
+    RequestStream* const rs = follow(request, stream.name, record.tenant);
+    // It may have begun in what was missed, unless this is where it begins.
+    rs->marked_degraded = stream.name->blind && record.kind != KVG_ADMIT;
+    return rs;
 }
 
 void World::unend(Request* request) {

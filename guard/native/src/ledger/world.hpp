@@ -118,6 +118,7 @@ struct World {
     Transfer *first_transfer = nullptr, *last_transfer = nullptr;
     std::uint64_t requests_known = 0, requests_ended = 0, blocks = 0;
 
+    bool restored = false;  // the guard was restarted, and knows some of what the one before it knew
     std::uint64_t gaps = 0;
     std::uint64_t dropped[kLimits] = {};
     std::vector<Event> events;
@@ -137,6 +138,9 @@ struct World {
     void within(Pool* pool, const Pages& set, F&& visit) {
         pool->clip(set, [&](std::uint64_t index) { visit(index, page(pool, index)); });
     }
+    void give(Pool* pool, StreamName* stream);
+    // Whether the request may have done things there before the guard's restart.
+    bool unseen(const RequestStream* rs) const { return restored && rs->degraded(); }
     void clear(Pool* pool);
     Links& links(Page& page) {
         if (page.links == nullptr) page.links = new Links();
@@ -156,7 +160,8 @@ struct World {
         const Name* name = request_names.find(id);
         return name != nullptr ? name->request : nullptr;
     }
-    RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant, std::uint64_t losses);
+    Request* make_request(std::string_view id);
+    RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant);
     void note_over(Request* request);
     void unend(Request* request);
     void retire(Request* request);
@@ -215,6 +220,8 @@ void arrived(World&, Late*, const Where&);
 void new_owner(World&, RequestStream*, Page&);
 void over_elsewhere(World&, Request*);
 // lifecycle
+inline constexpr const char* kCannotVouch =
+    "the guard was restarted: it cannot vouch for this pool's pages until they are handed out again";
 void announce(World&, Stream&, const Record&, const Where&);
 void admit(World&, Stream&, RequestStream*, const Record&);
 void went_on(World&, Stream&, RequestStream*, const Record&, const Where&);
@@ -224,7 +231,6 @@ void restart(World&, Stream&);
 void reborn(World&, RequestStream*);
 void lost(World&, Stream&, const Gap&, const char* why);
 
-bool degraded(const RequestStream* rs, std::uint64_t losses);
 std::string to_text(unsigned __int128 number);
 const char* outcome_text(std::uint8_t outcome);
 
