@@ -105,7 +105,7 @@ def main() -> int:
             if number:  # the first warms up
                 for name, value in round_.items():
                     figures.setdefault(name, []).append(value)
-            print(f"  round {number}: " + ", ".join(f"{v:.1f}" for v in round_.values()), flush=True)
+            print(f"  round {number}: " + ", ".join(f"{round_[name]:.1f}" for name in sorted(round_)), flush=True)
     ours.send(False)
     loop.join(timeout=10)
     for name, values in sorted(figures.items()):

@@ -28,7 +28,7 @@ POLICIES = {
 cache, and the one that is the same in pools of every size."""
 WORST = "shuffled"
 ROUNDS = 1 if QUICK else 3
-SIZE: dict[str, int] = {"records": 50_000, "warm": 20_000} if QUICK else {"records": 2_000_000}
+SIZE: dict[str, int] = {"records": 200_000, "warm": 20_000} if QUICK else {"records": 2_000_000}
 PYTHON_RECORDS = 5_000 if QUICK else 100_000
 BAR, FLAT, BYTES_BAR = 5e6, 0.8, 64.0
 
