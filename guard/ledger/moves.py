@@ -22,7 +22,7 @@ def begin(world: World, stream: Stream, rs: RequestStream, record: TransferBegin
     transfer = Transfer(record, rs, where, {**stream.clock, stream.name: (where.epoch, where.seq)})
     world.transfers[transfer.id] = rs.request.transfers[transfer.id] = transfer
     base, slash, piece = transfer.id.rpartition("/")
-    if slash and piece.isdecimal():
+    if slash and piece.isascii() and piece.isdecimal():
         world.pieces.setdefault(base, {})[transfer.id] = transfer
     _take_source(world, rs, record, transfer, where)
     # The receiver ended it when its begin had not come in time: it is over there.
@@ -31,8 +31,12 @@ def begin(world: World, stream: Stream, rs: RequestStream, record: TransferBegin
         return
     pool = world.pool(record.peer_pool)
     receiver = rs.request.streams.get(pool.stream)
-    for index in pool.clip(record.peer_pages):
-        pool.incoming.setdefault(index, []).append(transfer)
+    transfer.into = pool.clip(record.peer_pages)
+    for index in transfer.into:
+        writers = pool.incoming.setdefault(index, [])
+        if writers and writers[-1] is transfer:
+            continue  # the record names the page twice
+        writers.append(transfer)
         if receiver is not None:
             _begun_late(world, receiver, pool, index, transfer)
 
@@ -41,6 +45,8 @@ def _take_source(world: World, rs: RequestStream, record: TransferBegin, transfe
     pool = world.pool(record.pool_id)
     gone: list[Evidence] = [Evidence(start, None) for start, _ in pool.beyond(record.pages).runs]
     for index, page in pool.within(record.pages):
+        if page.outgoing and page.outgoing[-1] is transfer:
+            continue  # the record names the page twice
         if page.owner is not rs and rs.request.id not in page.sharers:
             gone.append(Evidence(index, page))
         for taint in (page.label, *(writer.taint for writer in page.late)):

@@ -55,12 +55,14 @@ def _double_owner(
 
 
 def _unscrubbed(world: World, rs: RequestStream, pool: PoolState, index: int, page: Page, where: Where) -> None:
+    unvouched = page.unvouched
+
     def check(label: Taint = page.label) -> None:
         foreign = label.foreign_to(rs.tenant)
         if foreign:
             world.report(
-                Kind.UNSCRUBBED_REUSE, where, pool.id, rs, evidence=[Evidence(index, page)], tenants=foreign,
-                requests=world.foreign_requests(label, foreign),
+                Kind.UNSCRUBBED_REUSE, where, pool.id, rs, evidence=[Evidence(index, None)], tenants=foreign,
+                requests=world.foreign_requests(label, foreign), degraded=unvouched,
                 reason="the page still held another tenant's bytes when it was handed out",
             )  # fmt: skip
 
@@ -99,14 +101,15 @@ def share(world: World, stream: Stream, rs: RequestStream, record: Share, where:
 def _foreign_share(
     world: World, rs: RequestStream, record: Share, pool: PoolState, index: int, page: Page, where: Where
 ) -> Callable[[], None]:
-    label, tenant = page.label, record.tenant or rs.tenant
+    label, tenant, unvouched = page.label, record.tenant or rs.tenant, page.unvouched
 
     def check() -> None:
         foreign = label.foreign_to(tenant)
         if foreign:
             world.report(
-                Kind.FOREIGN_SHARE, where, pool.id, rs, evidence=[Evidence(index, page)], tenants=foreign,
-                requests=world.foreign_requests(label, foreign), degraded=not label.surely_foreign_to(tenant),
+                Kind.FOREIGN_SHARE, where, pool.id, rs, evidence=[Evidence(index, None)], tenants=foreign,
+                requests=world.foreign_requests(label, foreign),
+                degraded=unvouched or not label.surely_foreign_to(tenant),
                 reason="a prefix-cache hit on pages that another tenant's data went into",
             )  # fmt: skip
 

@@ -48,6 +48,7 @@ class PoolState:
     """One page pool, as large as its `kv.pool` record says; pages are made when first touched."""
 
     __slots__ = (
+        "blocks",
         "id",
         "incoming",
         "limit",
@@ -70,6 +71,8 @@ class PoolState:
         self.role: Role | None = None
         self.lost_sight = False
         self.pages: dict[int, Page] = {}
+        self.blocks: set[int] = set()
+        """Blocks of pages that were named: what `max_pages` counts."""
         self.incoming: dict[int, list[Transfer]] = {}
         """Transfers begun that write to a page and that this side has not ended. Beside the pages, because a
         sender's begin may be known before this side's restart is."""
@@ -93,8 +96,7 @@ class PoolState:
 
     def clip(self, pages: PageSet) -> PageSet:
         """The part of the set that the pool has and the guard keeps track of."""
-        end = min(self.size, self.limit)
-        return PageSet((start, min(stop, end)) for start, stop in pages.runs if start < end)
+        return pages.below(min(self.size, self.limit))
 
     def beyond(self, pages: PageSet) -> PageSet:
         """The part of the set that the pool does not have."""
@@ -106,7 +108,15 @@ class PoolState:
         for page in self.pages.values():
             page.unvouched = True
 
-    def clear(self) -> None:
-        """Starts afresh with a new epoch: every label empty, every page unowned."""
+    def clear(self) -> list[RequestStream]:
+        """Starts afresh with a new epoch: every label empty, every page unowned. Says who owned some."""
+        owners: dict[RequestStream, None] = {}
+        for index in sorted(self.pages):
+            owner = self.pages[index].owner
+            if owner is not None:
+                owner.owned.get(self.id, set()).discard(index)
+                owners[owner] = None
         self.pages.clear()
+        self.blocks.clear()
         self.lost_sight = False
+        return list(owners)

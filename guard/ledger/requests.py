@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from guard.findings import Finding
@@ -11,6 +12,10 @@ from guard.records import Outcome, PageSet
 if TYPE_CHECKING:
     from guard.ledger.streams import Clock
     from guard.ledger.transfers import Late, Transfer
+
+
+MAX_KEPT = 1024
+"""Reads, responses and things given up that are kept of a request on a stream."""
 
 
 class Where(NamedTuple):
@@ -127,8 +132,8 @@ class RequestStream:
         self.shared: dict[str, set[int]] = {}
         self.permitted: dict[str, set[int]] = {}
         """Pages of other tenants that were shared to it under ``prefix_sharing: permit``."""
-        self.released: list[tuple[str, PageSet, Where]] = []
-        """What it gave up, in order, for transfers whose begin arrives later."""
+        self.released: deque[tuple[str, PageSet, Where]] = deque(maxlen=MAX_KEPT)
+        """What it gave up lately, in order, for transfers whose begin arrives later."""
         self.late: dict[tuple[str, int], list[Late]] = {}
         """Pages that it gave up although a writer of its own may still come."""
         self.reads: list[Looked] = []
@@ -143,6 +148,24 @@ class RequestStream:
         self.label = join((self.label, *taints)) if taints else self.label
         if tenant not in self.label.origins:
             self.label = join((self.label, Taint({tenant: (self.request.id,)})))
+
+    def looked(self, kept: list[Looked], where: Where, pool: str, pages: PageSet, limit: int) -> None:
+        """Keeps a read or a response; when there are too many, as one with the last.
+
+        Args:
+            kept: `reads` or `responses`.
+            where: Its record.
+            pool: The pool read, or the response's.
+            pages: The pages read.
+            limit: Pages that the guard keeps track of: of those beyond, a merged read keeps none.
+        """
+        if len(kept) < MAX_KEPT:
+            kept.append(Looked(where, pool, pages))
+            return
+        last = kept[-1]
+        if last.pool == pool:
+            pages = PageSet((*last.pages.below(limit).runs, *pages.below(limit).runs)).sorted()
+        kept[-1] = Looked(where, pool, pages)
 
     @property
     def foreign(self) -> set[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from guard.ledger.requests import RequestStream, Where
 from guard.ledger.taint import Taint
-from guard.records import TransferBegin, TransferStatus
+from guard.records import PageSet, TransferBegin, TransferStatus
 
 if TYPE_CHECKING:
     from guard.ledger.pages import Page
@@ -17,7 +17,8 @@ class Transfer:
     """One transfer (or one piece of one), from its `kv.transfer.begin` until both sides have ended it."""
 
     __slots__ = (
-        "begin", "clock", "late", "received", "request", "sender", "sent", "sent_at", "source_pool", "taint", "where",
+        "begin", "clock", "into", "late", "received", "request", "sender", "sent", "sent_at", "source_pool", "taint",
+        "where",
     )  # fmt: skip
 
     def __init__(self, begin: TransferBegin, sender: RequestStream, where: Where, clock: Clock) -> None:
@@ -28,6 +29,8 @@ class Transfer:
         self.clock = clock
         """What the sender's stream had seen of others, this begin included."""
         self.source_pool = begin.pool_id
+        self.into = PageSet()
+        """The destination pages that it is listed for: those that the pool had when it began."""
         self.taint = Taint(pending=1)
         """Every label that its source pages carry while it is in flight."""
         self.sent: TransferStatus | None = None

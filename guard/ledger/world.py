@@ -36,11 +36,26 @@ class LedgerSettings(BaseModel):
     """Streams followed; records of further ones are counted and dropped, and a `stream-gap` says so."""
     max_pool_pages: int = Field(default=4_194_304, ge=1)
     """Pages kept for a pool, however large it says it is (or when it never says)."""
+    max_pools: int = Field(default=4096, ge=1)
+    """Pools followed. Here and below: records that would take the ledger beyond are counted and dropped, and a
+    `stream-gap` says so."""
+    max_pages: int = Field(default=16_777_216, ge=1)
+    """Pages kept in all pools together, counted in blocks of 512."""
+    max_requests: int = Field(default=1_048_576, ge=1)
+    """Requests that are not over."""
+    max_request_streams: int = Field(default=64, ge=1)
+    """Streams on which one request is followed."""
+    max_transfers: int = Field(default=65_536, ge=1)
+    """Transfers in flight."""
 
     @property
     def window_ns(self) -> int | None:
         """The reorder window in nanoseconds."""
         return None if self.reorder_window_ms is None else int(self.reorder_window_ms * 1e6)
+
+
+MAX_OTHERS = 64
+"""Other tenants and other requests that one finding names, the smallest ids."""
 
 
 class Evidence(NamedTuple):
@@ -68,6 +83,8 @@ class World:
         self.now_ns = 0
         """Arrival clock: only deadlines of the reorder window look at it."""
         self.pools: dict[str, PoolState] = {}
+        self.blocks = 0
+        """Blocks of pages kept, over all pools."""
         self.requests: dict[str, Request] = {}
         self.ended: OrderedDict[str, Request] = OrderedDict()
         """Requests that are over and own nothing any more, the longest over first."""
@@ -92,6 +109,12 @@ class World:
         elif stream is not None and state.page_tokens is None:
             state.stream = stream
         return state
+
+    def keep(self, state: PoolState, blocks: set[int]) -> None:
+        """Counts blocks of a pool's pages as kept."""
+        before = len(state.blocks)
+        state.blocks |= blocks
+        self.blocks += len(state.blocks) - before
 
     def request(self, record: Record) -> RequestStream:
         """The record's request on the record's stream."""
@@ -123,12 +146,22 @@ class World:
         for transfer in list(request.transfers.values()):
             self.drop_transfer(transfer)
         for rs in request.streams.values():
+            self.unshare(rs)
             for lates in list(rs.late.values()):
                 for late in list(lates):
                     self.drop_late(late)
         for finding in request.findings:
             self.findings.pop((finding.kind, finding.request, finding.pool), None)
         self.on_retire(request)
+
+    def unshare(self, rs: RequestStream) -> None:
+        """The request reads what was shared to it no more."""
+        for name, indices in rs.shared.items():
+            pages = self.pool(name).pages
+            for index in indices:
+                if (page := pages.get(index)) is not None:
+                    page.sharers.discard(rs.request.id)
+        rs.shared.clear()
 
     def drop_transfer(self, transfer: Transfer) -> None:
         """Forgets a transfer: both sides ended it, or one never will."""
@@ -157,7 +190,7 @@ class World:
         """Its destination pages wait for it no more."""
         pool = self.pool(transfer.pool)
         incoming = pool.incoming
-        for index in pool.clip(transfer.begin.peer_pages):
+        for index in transfer.into:
             writers = incoming.get(index)
             if writers and transfer in writers:
                 writers.remove(transfer)
@@ -166,8 +199,10 @@ class World:
 
     def unlist_outgoing(self, transfer: Transfer) -> None:
         """Its source pages add to its label no more."""
-        for _, page in self.pool(transfer.source_pool).within(transfer.begin.pages):
-            if transfer in page.outgoing:
+        pool = self.pool(transfer.source_pool)
+        for index in transfer.begin.pages.below(pool.limit):
+            page = pool.pages.get(index)
+            if page is not None and transfer in page.outgoing:
                 page.outgoing.remove(transfer)
 
     def drop_late(self, late: Late) -> None:
@@ -229,7 +264,7 @@ class World:
             )  # fmt: skip
             before: tuple[object, ...] | None = None
         else:
-            before = _extent(finding)
+            before = _contents(finding)
         known = (finding.time_ns, finding.stream, finding.epoch, finding.seq)
         if where < known or (where == known and (transfer or "") < (finding.transfer or "")):
             finding.time_ns, finding.stream, finding.epoch, finding.seq = where
@@ -237,9 +272,8 @@ class World:
         if pages:
             merged = PageSet((*finding.pages.runs, *PageSet.of(sorted(e.page_index for e in pages)).runs))
             finding.pages = merged.sorted()
-        finding.other_tenants.update(tenants)
-        finding.other_requests.update(requests)
-        finding.other_requests.discard(key[1] or "")
+        _add_smallest(finding.other_tenants, tenants)
+        _add_smallest(finding.other_requests, (request for request in requests if request != key[1]))
         if not unsure:
             finding.confidence = Confidence.FULL
         finding.action = self.policy.action(kind, finding.confidence)
@@ -247,7 +281,7 @@ class World:
             if finding not in request.findings:
                 request.findings.append(finding)
         finding.subjects.update(request.id for request in hit)
-        if before != _extent(finding):
+        if before != _contents(finding):
             self.on_finding(finding, new)
         return finding
 
@@ -256,9 +290,16 @@ class World:
         return {request for tenant in tenants for request in taint.origins.get(tenant, ())}
 
 
-def _extent(finding: Finding) -> tuple[object, ...]:
-    """What differs when more was added to a finding."""
+def _add_smallest(ids: set[str], more: Iterable[str]) -> None:
+    ids.update(more)
+    if len(ids) > MAX_OTHERS:
+        ids.difference_update(sorted(ids)[MAX_OTHERS:])
+
+
+def _contents(finding: Finding) -> tuple[object, ...]:
+    """All of it that more evidence can change."""
     return (
-        len(finding.pages), finding.action, finding.confidence, len(finding.subjects), len(finding.other_tenants),
-        len(finding.other_requests), finding.seq,
+        finding.time_ns, finding.stream, finding.epoch, finding.seq, finding.transfer, finding.reason, finding.pages,
+        finding.action, finding.confidence, len(finding.subjects), frozenset(finding.other_tenants),
+        frozenset(finding.other_requests),
     )  # fmt: skip

@@ -49,6 +49,103 @@ class Rows:
             ValueError: A record in it is broken.
         """
 
+# OTLP
+
+class Decoded:
+    """The records of one message, and counts of its spans."""
+
+    @property
+    def rows(self) -> Rows:
+        """The records in order; an invalid one only takes its place, where it has one."""
+    @property
+    def read(self) -> int:
+        """Spans."""
+    @property
+    def ignored(self) -> int:
+        """Spans that are not named like a record."""
+    @property
+    def invalid(self) -> int:
+        """Spans that are, and are not what the convention says."""
+    @property
+    def errors(self) -> list[str]:
+        """What is wrong with the first few of those."""
+
+def decode_otlp(data: Buffer) -> Decoded:
+    """Reads one ``ExportTraceServiceRequest`` in protobuf; the GIL is free meanwhile.
+
+    Raises:
+        ValueError: The message is broken as a whole, or longer than 64 MiB; nothing of it counts.
+    """
+
+# The ledger
+
+class LedgerPolicy:
+    """guard.policy.Policy, for the ledger."""
+
+    def __init__(
+        self,
+        *,
+        permit_sharing: bool,
+        require_digests: bool,
+        require_scrub: bool,
+        act_on_degraded: bool,
+        actions: list[int],
+    ) -> None: ...
+
+class LedgerSettings:
+    """guard.ledger.LedgerSettings, for the ledger."""
+
+    window_ns: int
+    leak_grace_ns: int
+    leak_grace_text: str
+    max_held: int
+    restart_records: int
+    max_ended: int
+    max_streams: int
+    max_pool_pages: int
+    max_pools: int
+    max_pages: int
+    max_requests: int
+    max_request_streams: int
+    max_transfers: int
+    def __init__(self) -> None: ...
+
+FindingContents = tuple[
+    int, str | None, str | None, str | None, int, bool, str, int, int, int, str | None, str,
+    set[str], set[str], set[str], list[tuple[int, int]],
+]  # fmt: skip
+"""Kind, request, pool, tenant, the action's rank, degraded, stream, epoch, seq, time, transfer, reason, other tenants,
+other requests, subjects, runs of pages."""
+
+RequestContents = tuple[str, str | None, set[str], bool, bool]
+"""Id, tenant, lineage, killed, disclosed."""
+
+class Ledger:
+    """The ledger; `guard.native.ledger.Ledger` makes it look like `guard.ledger.Ledger`."""
+
+    def __init__(self, policy: LedgerPolicy, settings: LedgerSettings, *, summaries: bool) -> None: ...
+    def feed(self, record: Record, now_ns: int) -> None: ...
+    def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
+    def advance(self, now_ns: int) -> None: ...
+    def finish(self) -> None: ...
+    def take_events(self) -> list[tuple[bool, FindingContents] | tuple[None, RequestContents]]:
+        """What happened since: findings, each once and as it is now (True: new), and requests forgotten (None).
+
+        Without `summaries`, of requests forgotten only those that a finding names or hits, and of these the id alone.
+        """
+
+    def streams(self) -> list[tuple[str, int, int, int, int]]:
+        """Name, epoch, watermark, duplicates, late of each."""
+
+    def watermark(self, stream: str) -> tuple[int, int]: ...
+    def sizes(self) -> dict[str, int]: ...
+    def gaps(self) -> int: ...
+    def dropped_by(self) -> dict[str, int]: ...
+    def bytes(self) -> int:
+        """Memory kept for tables, roughly."""
+
+    def request_ids(self) -> list[str]: ...
+    def request(self, id: str) -> RequestContents | None: ...
 # The ring
 
 RING_PATH: str

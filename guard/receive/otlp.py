@@ -22,7 +22,7 @@ from guard.records import Record, RecordError, from_attributes, is_record_name
 MAX_MESSAGE_BYTES = 64 << 20
 """A message longer than this is refused before it is parsed."""
 
-_HEADER = ("kv.stream.id", "kv.stream.epoch", "kv.seq")
+_HEADER = frozenset(("kv.stream.id", "kv.stream.epoch", "kv.seq"))
 
 
 class OtlpError(ValueError):
@@ -140,11 +140,11 @@ def _check_size(size: int) -> None:
 
 def _record(name: str, time_ns: Any, pairs: Iterable[tuple[str, Any]]) -> Record:
     attributes: dict[str, Any] = {}
-    twice: str | None = None
+    twice: list[str] = []
     try:
         for key, value in pairs:
             if key in attributes:
-                twice = key
+                twice.append(key)
             attributes[key] = value
     except RecordError as error:
         raise RecordError(f"{name}: {error}") from None
@@ -154,13 +154,20 @@ def _record(name: str, time_ns: Any, pairs: Iterable[tuple[str, Any]]) -> Record
     if type(time_ns) is not int or not 0 < time_ns < 1 << 63:
         fault = f"the span's start is {time_ns!r:.60}, not a time in nanoseconds"
         time_ns = 0
-    elif twice is not None:
-        fault = f"the attribute {twice[:60]!r} is given twice"
-    record = from_attributes(name, time_ns, attributes)
+    elif twice:
+        fault = f"the attribute {twice[0][:60]!r} is given twice"
+    # Of two places in the stream neither is sure.
+    is_placed = _HEADER.isdisjoint(twice)
+    try:
+        record = from_attributes(name, time_ns, attributes)
+    except RecordError as error:
+        if not is_placed:
+            error.header = None
+        raise
     if fault is None:
         return record
     bad = RecordError(f"{name} (stream {record.stream}, seq {record.seq}): {fault}")
-    if twice not in _HEADER:
+    if is_placed:
         bad.header = Record(stream=record.stream, epoch=record.epoch, seq=record.seq, time_ns=time_ns)
     raise bad
 
@@ -170,6 +177,8 @@ def _protobuf_attribute(pair: KeyValue) -> tuple[str, Any]:
     kind = value.WhichOneof("value")
     if kind is None:
         return pair.key, None
+    if kind == "string_value_strindex":
+        return pair.key, value  # an index into a table that only profiles have: no number to go by
     # Arrays, maps and bytes come as what they are: no field of a record takes one, so its reader says so.
     return pair.key, getattr(value, kind)
 

@@ -94,6 +94,10 @@ class PageSet:
                 merged.append((start, stop))
         return PageSet(merged)
 
+    def below(self, end: int) -> PageSet:
+        """Those of the indices that are less than `end`, in the same order."""
+        return PageSet((start, min(stop, end)) for start, stop in self.runs if start < end)
+
     def __str__(self) -> str:
         return ",".join(str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in self.runs)
 

@@ -17,6 +17,8 @@ struct Decoded {
 };
 inline constexpr std::size_t kNamedErrors = 3;
 
+inline constexpr std::size_t kMaxMessageBytes = 64u << 20;  // a longer message is refused unread
+
 // Decodes one ExportTraceServiceRequest (or TracesData). Appends to `out`. Returns nullptr, or what is wrong with the
 // message as a whole (then nothing of it counts). Never reads beyond `size`; needs no recursion.
 const char* decode_otlp(const void* data, std::size_t size, Decoded& out);

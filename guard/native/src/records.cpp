@@ -2,59 +2,22 @@
 
 #include <cstring>
 
+#include "utf8.hpp"
+
 namespace kvguard {
 
 static_assert(sizeof(kvg_record) == KVG_ROW_BYTES);
 
 namespace {
 
-constexpr const char* kNames[KVG_KINDS] = {
-    "", "kv.pool", "kv.admit", "kv.alloc", "kv.share", "kv.write", "kv.transfer.begin", "kv.transfer.end",
-    "kv.read", "kv.free", "kv.cache", "kv.scrub", "kv.request.end", "kv.respond",
-};
-
 // Largest code of each kind.
 constexpr std::uint8_t kCodes[KVG_KINDS] = {0, KVG_ROUTER, 0, 0, 0, KVG_PUBLIC, 0, KVG_RECV, 0, 0, 0, 0, KVG_FAILED, 0};
 
 constexpr std::uint64_t kHigh = std::uint64_t{1} << 63;
 
-bool is_ascii(const unsigned char* p, std::size_t n) {
-    std::uint64_t bits = 0;
-    for (; n >= 8; p += 8, n -= 8) {
-        std::uint64_t word;
-        std::memcpy(&word, p, 8);
-        bits |= word;
-    }
-    for (; n > 0; ++p, --n) bits |= std::uint64_t{*p} & 0x80;
-    return (bits & 0x8080808080808080u) == 0;
-}
-
-// Characters of well-formed UTF-8 (no surrogates, nothing overlong), or -1.
-std::ptrdiff_t utf8_length(const unsigned char* p, std::size_t n) {
-    std::ptrdiff_t characters = 0;
-    const unsigned char* end = p + n;
-    while (p < end) {
-        const unsigned c = *p;
-        std::ptrdiff_t more = c < 0x80 ? 0 : c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2
-                            : c >= 0xf0 && c < 0xf5 ? 3 : -1;
-        if (more < 0 || end - p <= more) return -1;
-        if (more >= 2) {
-            const unsigned low = c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80;
-            const unsigned high = c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
-            if (p[1] < low || p[1] > high) return -1;
-        }
-        for (std::ptrdiff_t i = 1; i <= more; ++i)
-            if ((p[i] & 0xc0) != 0x80) return -1;
-        p += more + 1;
-        ++characters;
-    }
-    return characters;
-}
-
 const char* check_id(std::string_view id) {
-    const auto* p = reinterpret_cast<const unsigned char*>(id.data());
-    if (id.size() <= 256 && is_ascii(p, id.size())) return nullptr;
-    const std::ptrdiff_t length = utf8_length(p, id.size());
+    if (id.size() <= 256 && is_ascii(id)) return nullptr;
+    const std::ptrdiff_t length = utf8_length(id);
     if (length < 0) return "an id is not UTF-8";
     return length > 256 ? "an id has more than 256 characters" : nullptr;
 }
@@ -94,8 +57,6 @@ bool needs_transfer(kvg_kind kind) { return kind == KVG_TRANSFER_BEGIN || kind =
 
 }  // namespace
 
-const char* name_of(kvg_kind kind) { return kNames[kind]; }
-
 const char* parse(const void* data, std::size_t size, Record& out) {
     if (size < sizeof(kvg_record)) return "shorter than a record's header";
     const auto* p = static_cast<const char*>(data);
@@ -117,8 +78,8 @@ const char* parse(const void* data, std::size_t size, Record& out) {
         *strings[i] = {p + at, lengths[i]};
         at += lengths[i];
     }
-    if (const char* wrong = check_id({p + sizeof h, at - sizeof h}); wrong != nullptr) {
-        // Together they may be longer than one may be: look at each.
+    if (const std::string_view all{p + sizeof h, at - sizeof h}; all.size() > 256 || !is_ascii(all)) {
+        // Well-formed together is not enough: a character may be cut in two.
         for (const auto* id : strings)
             if (const char* bad = check_id(*id); bad != nullptr) return bad;
     }

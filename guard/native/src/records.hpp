@@ -63,8 +63,13 @@ struct Record {
 // `out` is not to be used). Never reads beyond `size`.
 const char* parse(const void* data, std::size_t size, Record& out);
 
+inline constexpr const char* kKindNames[KVG_KINDS] = {
+    "", "kv.pool", "kv.admit", "kv.alloc", "kv.share", "kv.write", "kv.transfer.begin", "kv.transfer.end",
+    "kv.read", "kv.free", "kv.cache", "kv.scrub", "kv.request.end", "kv.respond",
+};
+
 // The span's name of a kind ("kv.alloc"); "" for KVG_PLACE.
-const char* name_of(kvg_kind kind);
+constexpr const char* name_of(kvg_kind kind) { return kKindNames[kind]; }
 
 // Bytes of a record padded to whole 8-byte words, as records stand behind each other in a `Rows`.
 inline std::size_t padded(std::size_t bytes) { return (bytes + 7) & ~std::size_t{7}; }

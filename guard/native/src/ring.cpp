@@ -104,7 +104,12 @@ std::size_t RingReader::Impl::take(Place& place, Rows& out, std::size_t limit) {
     const std::uint64_t whole = std::uint64_t{ring.rows} * KVG_ROW_BYTES;
     const char* const base = kvg_lane_rows(place.lane);
     std::uint64_t tail = place.tail;
-    if (head == tail) return 0;
+    if (head == tail) {
+        // Nobody else writes it, but a writer that found it wrong would never write again.
+        if (__atomic_load_n(&place.lane->tail, __ATOMIC_RELAXED) != tail)
+            __atomic_store_n(&place.lane->tail, tail, __ATOMIC_RELEASE);
+        return 0;
+    }
     if (head - tail > ring.rows) {
         // No writer does that. How much was lost nobody knows; a lane full is the most that was ever there.
         place.tell(head, 0, whole);

@@ -349,7 +349,10 @@ static inline int kvg_ring_put(struct kvg_ring_writer *writer, const void *recor
     const uint64_t need = ((uint64_t)bytes + KVG_ROW_BYTES - 1) / KVG_ROW_BYTES;
     if (writer->head - writer->tail + need > rows) {
         const uint64_t tail = __atomic_load_n(&lane->tail, __ATOMIC_ACQUIRE);
-        if (writer->head - tail <= rows) writer->tail = tail;
+        if (writer->head - tail <= rows)
+            writer->tail = tail;
+        else
+            __atomic_store_n(&lane->head, writer->head, __ATOMIC_RELEASE); /* both are spoilt until this is seen */
         if (writer->head - writer->tail + need > rows) {
             __atomic_store_n(&lane->dropped, ++writer->dropped, __ATOMIC_RELAXED);
             return 0;

@@ -89,10 +89,9 @@ class TaintedResponse final : public Watcher {
 };
 
 // Keeps a read or a response; when there are too many, as one with the last.
-void keep_looked(std::vector<Looked>& kept, const Where& where, std::string_view pool, const Pages& pages,
-                 std::uint64_t limit) {
+void keep_looked(FewOf<Looked>& kept, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit) {
     if (kept.size() < kMaxLooked) {
-        kept.push_back({where, std::string(pool), PageRuns(pages)});
+        kept.push_back({where, pool, PageRuns(pages)});
         return;
     }
     Looked& last = kept.back();
@@ -110,7 +109,7 @@ void keep_looked(std::vector<Looked>& kept, const Where& where, std::string_view
             for (std::uint64_t at = first; at < stop; at += KVG_MAX_PAGES)
                 joined.add_run(at, std::min<std::uint64_t>(stop - at, KVG_MAX_PAGES));
     }
-    last = {where, std::string(pool), std::move(joined)};
+    last = {where, pool, std::move(joined)};
 }
 
 void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
@@ -257,13 +256,13 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         const Ref<Taint> own = world.taints.single(tenant, rs->request->id.get());
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
-    keep_looked(rs->reads, where, pool->id, record.pages, pool->limit);
+    keep_looked(rs->reads, where, world.pool_name(pool), record.pages, pool->limit);
     crossing(world, rs->request);
 }
 
-void respond(World& world, RequestStream* rs, const Record& record, const Where& where) {
+void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     if (record.extra < 200 || record.extra >= 300) return;
-    keep_looked(rs->responses, where, record.pool_id(), {}, 0);
+    keep_looked(rs->responses, where, world.pool_name(record, stream.name), {}, 0);
     Name* const tenant = world.tenant_names.intern(record.tenant);
     const Ref<Name> keep(tenant);
     if (rs->label->open() || world.taints.foreign(rs->label->tenants, tenant)) {
@@ -281,7 +280,7 @@ void crossing(World& world, Request* request) {
         for (RequestStream* rs : request->streams) {
             if (rs == reader || rs->responses.empty()) continue;
             const Looked& first = rs->responses.front();
-            tainted(world, rs, first.where, first.pool, *reader->label, reader->tenant.get());
+            tainted(world, rs, first.where, first.pool->key(), *reader->label, reader->tenant.get());
         }
     }
 }
@@ -293,29 +292,30 @@ void dead_or_rejected(World& world, Request* request) {
             Report more;
             more.reason = "answered 2xx although a worker rejected the request";
             const Looked& first = rs->responses.front();
-            world.report(Kind::wrong_status, first.where, first.pool, true, rs, std::move(more));
+            world.report(Kind::wrong_status, first.where, first.pool->key(), true, rs, std::move(more));
         }
     for (const Death& death : request->deaths)
         for (RequestStream* rs : request->streams) {
             if (rs->stream == death.stream) continue;
             const auto known = death.clock ? death.clock->of(rs->stream) : std::pair<std::int64_t, std::int64_t>{0, -1};
             for (const auto* list : {&rs->reads, &rs->responses})
-                for (const Looked& looked : *list) {
+                for (std::size_t i = 0; i < list->size(); ++i) {
+                    const Looked& looked = (*list)[i];
                     if (std::pair{static_cast<std::int64_t>(looked.where.epoch),
                                   static_cast<std::int64_t>(looked.where.seq)} <= known)
                         continue;
                     Evidence pages;
-                    if (const Pool* const pool = world.find_pool(looked.pool); pool != nullptr) {
+                    if (const Pool* const pool = world.find_pool(looked.pool->key()); pool != nullptr) {
                         const Pages view = looked.pages.view();
-                        for (std::uint32_t i = 0; i < view.runs(); ++i)
-                            pages.add_run(view.run(i).first, std::min(view.run(i).stop(), pool->end()));
+                        for (std::uint32_t r = 0; r < view.runs(); ++r)
+                            pages.add_run(view.run(r).first, std::min(view.run(r).stop(), pool->end()));
                     }
                     Report more;
                     more.evidence = &pages;
                     more.degraded = death.degraded;
                     more.reason = "went on although " + death.stream->text + " had ended it as " +
                                   outcome_text(death.outcome);
-                    world.report(Kind::zombie_request, looked.where, looked.pool, true, rs, std::move(more));
+                    world.report(Kind::zombie_request, looked.where, looked.pool->key(), true, rs, std::move(more));
                 }
         }
 }

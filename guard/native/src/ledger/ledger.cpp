@@ -278,6 +278,7 @@ struct Ledger::Impl {
         stream.time_ns = std::max(stream.time_ns, record.time_ns);
         time_ns = std::max(time_ns, record.time_ns);
         find_leaks(stream, stream.time_ns);
+        if (record.has_pages()) fetch(stream, record);
         Request* const request = record.request.empty() ? nullptr : world.find_request(record.request);
         if (const auto limit = exceeded(world, stream, record, request)) {
             drop(*limit, where);
@@ -291,6 +292,14 @@ struct Ledger::Impl {
         stream.processed = static_cast<std::int64_t>(record.seq);
         note_moved(stream);
         if (want_judged) judged.push_back(record.time_ns);
+    }
+
+    // Asks for the pages' memory before it is needed.
+    void fetch(const Stream& stream, const Record& record) const {
+        const Pool* const pool = record.pool.empty() ? stream.name->own_pool : nullptr;
+        if (pool == nullptr) return;
+        const std::uint32_t runs = std::min<std::uint32_t>(record.pages.runs(), 16);
+        for (std::uint32_t i = 0; i < runs; ++i) pool->prefetch(record.pages.run(i).first);
     }
 
     void apply_to_request(Stream& stream, const Record& record, const Where& where, Request* known) {
@@ -321,7 +330,7 @@ struct Ledger::Impl {
             case KVG_FREE:
             case KVG_CACHE: give_back(world, stream, rs, record, where); break;
             case KVG_REQUEST_END: request_end(world, stream, rs, record, where); break;
-            case KVG_RESPOND: respond(world, rs, record, where); break;
+            case KVG_RESPOND: respond(world, stream, rs, record, where); break;
             default: break;
         }
     }

@@ -25,7 +25,7 @@ void never_owned(World& world, RequestStream* rs) {
     if (world.unseen(rs)) return;  // it may have had them before the guard's restart
     const auto transfers = rs->request->transfers;
     for (const Ref<Transfer>& transfer : transfers) {
-        Pool* const pool = world.pool(transfer->pool);
+        Pool* const pool = transfer->pool;
         if (transfer->received || pool->stream != rs->stream) continue;
         std::vector<std::uint64_t> known;
         for (const Ref<Late>& late : transfer->late) known.push_back(late->index);
@@ -121,12 +121,13 @@ void request_end(World& world, Stream& stream, RequestStream* rs, const Record& 
     if (!rs->owns_nothing()) {
         stream.watch_leak(deadline, rs, where);
     } else if (rs->pending_leaks.size() < kMaxPending) {
-        rs->pending_leaks.emplace_back(deadline, where);
+        rs->pending_leaks.push_back({deadline, where});
     }
 }
 
 void leaked(World& world, RequestStream* rs, const Where& where) {
-    for (const Holding& held : rs->holdings) {
+    for (std::size_t h = 0; h < rs->holdings.size(); ++h) {
+        const Holding& held = rs->holdings[h];
         if (held.owned == 0) continue;
         Evidence pages;
         for (const std::uint64_t run : held.owned_runs)
@@ -154,7 +155,7 @@ void restart(World& world, Stream& stream) {
             const auto lates = transfer->late;
             for (const Ref<Late>& late : lates) judge(world, late.get());
         }
-        if (transfer->request()->on(stream.name) != nullptr && world.pool(transfer->pool)->stream == stream.name) {
+        if (transfer->request()->on(stream.name) != nullptr && transfer->pool->stream == stream.name) {
             transfer->received = true;
             world.unlist_incoming(transfer.get());
         }
@@ -170,9 +171,9 @@ void restart(World& world, Stream& stream) {
             late->page = nullptr;
             confirm(world, late.get());
         }
-        for (Holding& held : rs->holdings) {
-            held.owned = 0;
-            held.owned_runs.clear();
+        for (std::size_t h = 0; h < rs->holdings.size(); ++h) {
+            rs->holdings[h].owned = 0;
+            rs->holdings[h].owned_runs.clear();
         }
         world.unshare(rs);
         if (!rs->ended) {

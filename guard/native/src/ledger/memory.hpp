@@ -205,6 +205,38 @@ class SmallVec {
     std::uint32_t capacity_ = N;
 };
 
+// A sequence whose first value lies within itself: most have one or none.
+template <class T>
+class FewOf {
+  public:
+    std::size_t size() const { return has_ + more_.size(); }
+    bool empty() const { return !has_; }
+    T& operator[](std::size_t i) { return i == 0 ? first_ : more_[i - 1]; }
+    const T& operator[](std::size_t i) const { return i == 0 ? first_ : more_[i - 1]; }
+    T& front() { return first_; }
+    const T& front() const { return first_; }
+    T& back() { return more_.empty() ? first_ : more_.back(); }
+    T& push_back(T&& value) {
+        if (has_) return more_.emplace_back(std::move(value));
+        has_ = true;
+        return first_ = std::move(value);
+    }
+    void pop_front() {
+        if (more_.empty()) {
+            first_ = T{};
+            has_ = false;
+            return;
+        }
+        first_ = std::move(more_.front());
+        more_.erase(more_.begin());
+    }
+
+  private:
+    T first_{};
+    bool has_ = false;
+    std::vector<T> more_;
+};
+
 // A seeded 64-bit hash of some bytes: fast, and not to be foreseen from outside the process.
 class Hash {
   public:

@@ -280,7 +280,7 @@ void begin(World& world, Stream& stream, RequestStream* rs, const Record& record
     transfer->where = where;
     transfer->clock = stream.clock;
     transfer->source_pool = record.pool.empty() ? world.own_pool(stream.name, false) : world.pool(record.pool);
-    transfer->pool = record.peer_pool;
+    transfer->pool = world.pool(record.peer_pool);
     transfer->pages = PageRuns(record.pages);
     transfer->peer_pages = PageRuns(record.peer_pages);
     transfer->tokens = record.tokens;
@@ -302,7 +302,7 @@ void begin(World& world, Stream& stream, RequestStream* rs, const Record& record
         transfer->received = true;
         return;
     }
-    Pool* const pool = world.pool(record.peer_pool);
+    Pool* const pool = transfer->pool;
     RequestStream* const receiver = rs->request->on(pool->stream);
     const std::uint64_t last = pool->end();
     for (std::uint32_t i = 0; i < record.peer_pages.runs(); ++i) {
@@ -357,14 +357,14 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
     std::vector<Ref<Transfer>> transfers;
     const auto all = named(world, record.transfer);
     for (const Ref<Transfer>& t : all) {
-        if (t->pool != pool_id) continue;
+        if (t->pool->id != pool_id) continue;
         begun = true;
         if (!t->received) transfers.push_back(t);
     }
     if (begun && missing_begin(world, record)) {
         std::unordered_set<std::uint64_t> covered;
         for (const Ref<Transfer>& t : all)
-            if (t->pool == pool_id) each_page(t->peer_pages.view(), [&](std::uint64_t index) { covered.insert(index); });
+            if (t->pool->id == pool_id) each_page(t->peer_pages.view(), [&](std::uint64_t index) { covered.insert(index); });
         PageRuns rest;
         each_page(record.pages, [&](std::uint64_t index) {
             if (covered.count(index) == 0) rest.append(index);

@@ -84,7 +84,7 @@ void disown(World& world, RequestStream* owner, Pool* pool, std::uint64_t index,
 }
 
 void keep_released(RequestStream* rs, Pool* pool, PageRuns&& pages, const Where& where) {
-    if (rs->released.size() >= kMaxLooked) rs->released.erase(rs->released.begin());
+    if (rs->released.size() >= kMaxLooked) rs->released.pop_front();
     rs->released.push_back({pool, std::move(pages), where});
 }
 
@@ -153,9 +153,9 @@ void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record
     });
     tidy_owned(rs, rs->holdings[at]);
     if (rs->ended && !rs->pending_leaks.empty() && !rs->owns_nothing()) {
-        for (const auto& [deadline, end] : rs->pending_leaks)
-            if (deadline >= stream.leaks_to) stream.watch_leak(deadline, rs, end);
-        rs->pending_leaks.clear();
+        for (; !rs->pending_leaks.empty(); rs->pending_leaks.pop_front())
+            if (const auto& end = rs->pending_leaks.front(); end.deadline >= stream.leaks_to)
+                stream.watch_leak(end.deadline, rs, end.where);
     }
 }
 

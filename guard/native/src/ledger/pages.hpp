@@ -70,6 +70,7 @@ struct Pool {
     static constexpr std::uint32_t kMaxSight = (1u << 24) - 1;
 
     std::string id;
+    Ref<Name> name;  // once asked for
     StreamName* stream = nullptr;
     std::uint64_t limit = 0;  // pages kept track of at most
     std::uint64_t size = 0;   // pages, once announced; the limit until then
@@ -93,6 +94,10 @@ struct Pool {
         if (block >= blocks.size() || !blocks[block]) return nullptr;
         Page* const page = &blocks[block][index % kBlockPages];
         return page->is(Page::kExists) ? page : nullptr;
+    }
+    void prefetch(std::uint64_t index) const {
+        const std::uint64_t block = index / kBlockPages;
+        if (block < blocks.size() && blocks[block]) __builtin_prefetch(&blocks[block][index % kBlockPages], 1);
     }
     // Makes room for a block of pages; whether there was none.
     bool keep_block(std::uint64_t block) {

@@ -49,12 +49,12 @@ using ClockRef = std::shared_ptr<Clock>;  // null: nothing seen
 // A read, or a 2xx response, kept for rules that compare streams.
 struct Looked {
     Where where;
-    std::string pool;
+    Ref<Name> pool;
     PageRuns pages;
 };
 
 struct Released {
-    Pool* pool;
+    Pool* pool = nullptr;
     PageRuns pages;
     Where where;
 };
@@ -70,7 +70,7 @@ struct Death {
 
 // What a request has of one pool, on one stream.
 struct Holding {
-    Pool* pool;
+    Pool* pool = nullptr;
     std::uint64_t owned = 0;                // pages
     SmallVec<std::uint64_t, 2> owned_runs;  // where they may be: pages handed to it, given back or not
     u128 shared = 0, landed = 0, written = 0;  // valid tokens
@@ -98,9 +98,9 @@ struct RequestStream {
     std::uint64_t losses_before = 0;    // of its stream, when it began
     std::uint64_t prompt_tokens = 0;    // when over_capacity
     Ref<Taint> label;                   // what its next write is made of
-    std::vector<Holding> holdings;
-    std::vector<Looked> reads, responses;
-    std::vector<Released> released;
+    FewOf<Holding> holdings;
+    FewOf<Looked> reads, responses;
+    FewOf<Released> released;
     struct Share {
         Pool* pool;
         std::uint64_t index;
@@ -109,24 +109,26 @@ struct RequestStream {
     std::vector<Share> shared;
     std::unique_ptr<std::map<std::pair<Pool*, std::uint64_t>, std::vector<Ref<Late>>>> late;
     std::unique_ptr<std::map<Pool*, std::unordered_set<std::uint64_t>>> permitted;
-    std::vector<std::pair<std::uint64_t, Where>> pending_leaks;  // deadlines of ends at which it owned nothing
+    struct End {
+        std::uint64_t deadline = 0;
+        Where where;
+    };
+    FewOf<End> pending_leaks;  // ends at which it owned nothing
 
     // The guard missed some of its records.
     bool degraded() const { return marked_degraded || losses_before != stream->losses; }
     Holding& in(Pool* pool) {
-        for (Holding& h : holdings)
-            if (h.pool == pool) return h;
-        holdings.push_back(Holding{pool, 0, {}, 0, 0, 0});
-        return holdings.back();
+        if (Holding* const known = find(pool); known != nullptr) return *known;
+        return holdings.push_back(Holding{pool, 0, {}, 0, 0, 0});
     }
     Holding* find(const Pool* pool) {
-        for (Holding& h : holdings)
-            if (h.pool == pool) return &h;
+        for (std::size_t i = 0; i < holdings.size(); ++i)
+            if (holdings[i].pool == pool) return &holdings[i];
         return nullptr;
     }
     bool owns_nothing() const {
-        for (const Holding& h : holdings)
-            if (h.owned != 0) return false;
+        for (std::size_t i = 0; i < holdings.size(); ++i)
+            if (holdings[i].owned != 0) return false;
         return true;
     }
 };
@@ -183,12 +185,11 @@ struct Transfer {
     std::uint32_t refs = 0;
     bool in_flight = false;  // in the tables
     std::string id;
-    std::string base;  // of a piece (ID/0): ID
     RsRef sender;
     Where where;
     ClockRef clock;  // what the sender's stream had seen before this begin
     Pool* source_pool = nullptr;
-    std::string pool;  // the destination
+    Pool* pool = nullptr;  // the destination
     PageRuns pages, peer_pages;
     SmallVec<std::uint64_t, 2> into;  // destination pages that it is listed for, as runs
     std::uint64_t tokens = 0;

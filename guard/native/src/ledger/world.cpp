@@ -6,7 +6,7 @@ namespace kvguard {
 
 namespace {
 
-constexpr const char* kKindNames[kKinds] = {
+constexpr const char* kFindingNames[kKinds] = {
     "foreign-read",  "stale-read",     "foreign-write", "tainted-response", "zombie-request",
     "double-owner",  "digest-mismatch", "canary-hit",   "short-transfer",   "free-in-flight",
     "foreign-share", "double-free",    "wrong-status",  "over-capacity",    "hook-divergence",
@@ -47,7 +47,7 @@ bool keep_smallest(std::set<std::string>& set, std::string_view text) {
 
 }  // namespace
 
-const char* name_of(Kind kind) { return kKindNames[static_cast<int>(kind)]; }
+const char* name_of(Kind kind) { return kFindingNames[static_cast<int>(kind)]; }
 const char* name_of(Action action) { return kActionNames[static_cast<int>(action)]; }
 const char* name_of(Limit limit) { return kLimitNames[static_cast<int>(limit)]; }
 const char* outcome_text(std::uint8_t outcome) { return kOutcomes[outcome & 3]; }
@@ -157,12 +157,17 @@ bool Transfer::done_before(const Clock* seen) const {
 // --- remembered ids
 
 void Remembered::put(std::string_view id, std::string_view pool, std::size_t limit) {
-    const std::uint64_t key = hash_(id);
-    if (pools_.insert_or_assign(key, hash_(pool)).second) order_.push_back(key);
-    if (pools_.size() > limit) {
-        pools_.erase(order_.front());
-        order_.pop_front();
+    const IdHash key{hash_(id) | 1};
+    const auto [value, fresh] = pools_.insert(key);
+    value->value = hash_(pool);
+    if (!fresh) return;
+    if (order_.size() < limit) {
+        order_.push_back(key);
+        return;
     }
+    pools_.erase(order_[oldest_]);
+    order_[oldest_] = key;
+    oldest_ = (oldest_ + 1) % order_.size();
 }
 
 // --- the tables
@@ -316,7 +321,28 @@ void World::note_over(Request* request) {
         last_ended = request;
         ++requests_ended;
     }
-    while (requests_ended > settings.max_ended) retire(first_ended);
+    while (requests_ended > settings.max_ended) {
+        retire(first_ended);
+        fetch_retiring();
+    }
+}
+
+// Those that are to go next have not been looked at for long: asks for their memory step by step, so that it is there.
+void World::fetch_retiring() const {
+    const auto fetch = [](const void* object, std::size_t bytes) {
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(object) + at, 1);
+    };
+    const Request* const first = first_ended;
+    if (first == nullptr) return;
+    for (const RequestStream* rs : first->streams) {
+        fetch(rs->label.get(), sizeof(Taint));
+        fetch(rs->tenant.get(), sizeof(Name));
+    }
+    fetch(first->id.get(), sizeof(Name));
+    const Request* const second = first->ended_next;
+    if (second == nullptr) return;
+    for (const RequestStream* rs : second->streams) fetch(rs, sizeof(RequestStream));
+    if (const Request* const third = second->ended_next; third != nullptr) fetch(third, sizeof(Request));
 }
 
 void World::retire(Request* request) {
@@ -434,16 +460,16 @@ void World::drop_transfer(Transfer* transfer) {
             std::erase(at->second, transfer);
             if (at->second.empty()) {
                 pieces.erase(at);
-                done.put(base, transfer->pool, settings.max_ended);
+                done.put(base, transfer->pool->id, settings.max_ended);
             }
         }
     }
-    done.put(transfer->id, transfer->pool, settings.max_ended);
+    done.put(transfer->id, transfer->pool->id, settings.max_ended);
     release(transfer);  // the tables' own
 }
 
 void World::unlist_incoming(Transfer* transfer) {
-    const Pool* const to = pool(transfer->pool);
+    const Pool* const to = transfer->pool;
     for (const std::uint64_t run : transfer->into) {
         const std::uint64_t stop = kvg_run_first(run) + kvg_run_pages(run);
         for (std::uint64_t index = kvg_run_first(run); index < stop; ++index) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -53,22 +52,29 @@ inline std::uint64_t hash_of(const IncomingKey& k, const Hash& hash) {
 
 struct Nothing {};
 
+struct IdHash {
+    std::uint64_t value = 0;
+    bool operator==(const IdHash& o) const { return value == o.value; }
+};
+inline std::uint64_t hash_of(const IdHash& id, const Hash&) { return id.value; }
+
 // Ids that are over, lately, and the pool each went to: the oldest goes when there are too many. By hash: two ids of
 // one 64-bit hash are taken for one.
 class Remembered {
   public:
     explicit Remembered(const Hash& hash) : hash_(hash) {}
     void put(std::string_view id, std::string_view pool, std::size_t limit);
-    bool has(std::string_view id) const { return pools_.count(hash_(id)) != 0; }
-    bool went_to(std::string_view id, std::string_view pool) const {
-        const auto at = pools_.find(hash_(id));
-        return at != pools_.end() && at->second == hash_(pool);
+    bool has(std::string_view id) { return pools_.find({hash_(id) | 1}) != nullptr; }
+    bool went_to(std::string_view id, std::string_view pool) {
+        const IdHash* const known = pools_.find({hash_(id) | 1});
+        return known != nullptr && known->value == hash_(pool);
     }
 
   private:
     const Hash& hash_;
-    std::unordered_map<std::uint64_t, std::uint64_t> pools_;
-    std::deque<std::uint64_t> order_;
+    Table<IdHash, IdHash> pools_{hash_};
+    std::vector<IdHash> order_;  // a circle once it is full
+    std::size_t oldest_ = 0;
 };
 
 struct Report {
@@ -90,7 +96,7 @@ struct World {
     Settings settings;
     std::int64_t now_ns = 0;
 
-    Names request_names{hash}, tenant_names{hash};
+    Names request_names{hash}, tenant_names{hash}, pool_names{hash};
     TaintGraph taints{hash, tenant_names};
     Ref<Taint> public_label;
 
@@ -133,6 +139,16 @@ struct World {
         return record.pool.empty() ? own_pool(stream, true) : pool(record.pool, stream);
     }
     Pool* find_pool(std::string_view id) const { return pools.find(id); }
+    // The id of a pool, known or not, as responses name one.
+    Name* pool_name(Pool* pool) {
+        if (!pool->name) pool->name = pool_names.intern(pool->id);
+        return pool->name.get();
+    }
+    Name* pool_name(const Record& record, StreamName* stream) {
+        if (Pool* const pool = record.pool.empty() ? stream->own_pool : find_pool(record.pool); pool != nullptr)
+            return pool_name(pool);
+        return pool_names.intern(record.pool_id());
+    }
     Page& page(Pool* pool, std::uint64_t index);
     template <class F>
     void within(Pool* pool, const Pages& set, F&& visit) {
@@ -163,6 +179,7 @@ struct World {
     Request* make_request(std::string_view id);
     RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant);
     void note_over(Request* request);
+    void fetch_retiring() const;
     void unend(Request* request);
     void retire(Request* request);
     void destroy(Request* request);
@@ -196,7 +213,7 @@ void scrub(World&, Stream&, const Record&);
 // access
 void write(World&, Stream&, RequestStream*, const Record&, const Where&);
 void read(World&, Stream&, RequestStream*, const Record&, const Where&);
-void respond(World&, RequestStream*, const Record&, const Where&);
+void respond(World&, Stream&, RequestStream*, const Record&, const Where&);
 void crossing(World&, Request*);
 void dead_or_rejected(World&, Request*);
 void into_foreign_page(World&, RequestStream*, Pool*, std::uint64_t index, Page&, const Where&, Taint* label,

@@ -1,0 +1,224 @@
+"""The native ledger says what the Python one says, to the field, whatever is fed to both."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import ClassVar
+
+import msgspec
+import pytest
+from engine_model import Model
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from ledger_rig import Rig, who
+from ledger_twins import Op, assert_alike, feeds
+from test_cases import NAMES, arguments_of, interleaved, records_of
+from test_ledger_fuzz import Garbage
+from test_ledger_properties import BUGS, buggy, random_choices
+from test_ledger_properties import interleaved as interleaved_at_speeds
+
+from guard.config import load
+from guard.findings import Action, Kind
+from guard.ledger import LedgerSettings
+from guard.policy import Policy
+from guard.records import (
+    PageSet,
+    Pool,
+    Read,
+    Record,
+    Role,
+    Share,
+    TransferBegin,
+)
+
+EXAMPLES = int(os.environ.get("KVGUARD_EXAMPLES", "0"))
+"""Examples of each test; 0: what follows, 10,000 and more in all."""
+
+
+def many(examples: int) -> settings:
+    # What fails is made smaller record by record, which says more than a smaller seed.
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    return settings(
+        max_examples=EXAMPLES or examples, deadline=None, suppress_health_check=list(HealthCheck), phases=phases
+    )
+
+
+SEEDS = st.integers(0, 2**40)
+
+
+def some_policy(rng: random.Random) -> Policy:
+    actions = {kind: rng.choice(list(Action)) for kind in Kind if rng.random() < 0.2} if rng.random() < 0.3 else {}
+    return Policy(
+        digests=rng.choice(["optional", "require"]), scrub=rng.choice(["optional", "require"]),
+        prefix_sharing=rng.choice(["isolate", "isolate", "permit"]), on_degraded=rng.choice(["alert", "act"]),
+        actions=actions,
+    )  # fmt: skip
+
+
+def some_settings(rng: random.Random, *, tight: bool, live: bool) -> LedgerSettings:
+    """The defaults, or (tight) limits so small that they bite, each of them sometimes."""
+    values: dict[str, float | None] = {"reorder_window_ms": rng.choice([0, 3, 50, 200]) if live else None}
+    choices: dict[str, list[float]] = {
+        "leak_grace_s": [0, 0.02, 30], "max_held": [1, 3, 100], "restart_records": [1, 3, 256],
+        "max_ended": [1, 2, 100], "max_streams": [1, 2, 4], "max_pool_pages": [2, 9, 600], "max_pools": [1, 2, 3, 5],
+        "max_pages": [1, 512, 1024, 2048], "max_requests": [1, 2, 3], "max_request_streams": [1, 2],
+        "max_transfers": [1, 2, 3],
+    }  # fmt: skip
+    for name, values_of in choices.items():
+        if rng.random() < (0.4 if tight else 0.15 if name in ("leak_grace_s", "restart_records", "max_ended") else 0):
+            values[name] = rng.choice(values_of)
+    return LedgerSettings.model_validate(values)
+
+
+def disturbed(records: list[Record], rng: random.Random) -> list[Record]:
+    """The order of arrival, with some records lost, repeated, changed under their number, or only a place."""
+    arrived: list[Record] = []
+    for record in records:
+        luck = rng.random()
+        if luck < 0.01:
+            continue
+        if luck < 0.02:
+            record = Record(stream=record.stream, epoch=record.epoch, seq=record.seq, time_ns=record.time_ns)
+        arrived.append(record)
+        if luck > 0.98:
+            again = rng.choice(arrived[-20:])
+            if rng.random() < 0.2:
+                again = msgspec.structs.replace(again, time_ns=again.time_ns + 1)
+            arrived.append(again)
+    if rng.random() < 0.3:  # neighbours change places
+        for i in range(len(arrived) - 1):
+            if rng.random() < 0.1:
+                arrived[i], arrived[i + 1] = arrived[i + 1], arrived[i]
+    return arrived
+
+
+def as_ops(records: list[Record], rng: random.Random, *, live: bool) -> list[Op]:
+    if not live:
+        return feeds(records)
+    ops: list[Op] = []
+    now_ns = 0
+    for record in records:
+        now_ns += rng.choice([0, 0, 1, 20, 300]) * 1_000_000
+        ops.append(Op(record, now_ns))
+        if rng.random() < 0.2:
+            ops.append(Op(None, now_ns))
+    for _ in range(rng.randrange(3)):
+        now_ns += 10**11
+        ops.append(Op(None, now_ns))
+    return ops
+
+
+def check(records: list[Record], rng: random.Random, *, tight: bool) -> None:
+    live = rng.random() < 0.5
+    assert_alike(
+        some_policy(rng), some_settings(rng, tight=tight, live=live), as_ops(records, rng, live=live),
+        rng.choice([1, 1, 2, 7, 1000]),
+    )  # fmt: skip
+
+
+@many(2500)
+@given(seed=SEEDS, steps=st.integers(1, 200))
+def test_a_correct_engine(seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    model = Model(iter(random_choices(seed)), prefills=rng.choice([1, 2]), decodes=rng.choice([1, 2]), pages=12)
+    model.run(steps)
+    records = interleaved_at_speeds(model.log, seed, in_stream=rng.random() < 0.2)
+    check(disturbed(records, rng) if rng.random() < 0.6 else records, rng, tight=rng.random() < 0.3)
+
+
+@many(2500)
+@given(seed=SEEDS, bug=st.sampled_from(BUGS), before=st.integers(0, 80), after=st.integers(0, 60))
+def test_an_engine_with_a_bug(seed: int, bug: object, before: int, after: int) -> None:
+    rng = random.Random(seed)
+    log, _ = buggy(seed, before, after, bug)  # type: ignore[arg-type]
+    records = interleaved_at_speeds(log, seed)
+    check(disturbed(records, rng) if rng.random() < 0.4 else records, rng, tight=rng.random() < 0.2)
+
+
+@many(3500)
+@given(seed=SEEDS, count=st.integers(1, 120), sane=st.booleans())
+def test_garbage(seed: int, count: int, sane: bool) -> None:
+    rng = random.Random(seed)
+    records = Garbage(rng, sane=sane).records(count)
+    if rng.random() < 0.5:
+        records = interleaved_at_speeds(records, seed, in_stream=rng.random() < 0.3)
+    if rng.random() < 0.3:
+        records = disturbed(records, rng)
+    check(records, rng, tight=rng.random() < 0.4)
+
+
+class Crowd(Garbage):
+    """Garbage of more streams, pools, requests and tenants than the limits allow, and pages of many blocks."""
+
+    ROLES: ClassVar = {f"{role.value[0]}{n}": role for role in Role for n in range(3)}
+    PAGES: ClassVar = [0, 1, 2, 3, 511, 512, 600, 1023, 1024, 1500, 5000, 1 << 22, (1 << 40) - 9]
+
+    def pages(self) -> PageSet:
+        runs = []
+        for _ in range(self.rng.randint(0, 3)):
+            start = self.rng.choice(self.PAGES)
+            runs.append((start, start + self.rng.choice([1, 1, 2, 4])))
+        pages = PageSet(runs)
+        return pages.sorted() if self.rng.random() < 0.7 else pages
+
+    def who(self) -> dict[str, str]:
+        number = self.rng.randrange(self.rng.choice([3, 12]))
+        pool = self.rng.choice(["", "", "", *self.ROLES, *(f"pool{n}" for n in range(4))])
+        return {"request": f"r{number}é", "tenant": self.rng.choice([f"t{number % 5}", "t0", "public"]), "pool": pool}
+
+    def begin(self, stream: str) -> Record:
+        src = self.pages()
+        dst = PageSet.of(self.rng.choice([n, n, n ^ 512]) for n in src)
+        self.ids.append(f"x{self.rng.randrange(6)}" + self.rng.choice(["", "", "/0", "/1", "/x", "/٣"]))
+        return TransferBegin(
+            **self.who(), transfer=self.ids[-1], pages=src, peer_pool=self.rng.choice([*self.ROLES, "pool1", "pool5"]),
+            peer_pages=dst, tokens=self.rng.randint(0, 12), digests=self.digests(src),
+        )  # fmt: skip
+
+    def record(self, stream: str) -> Record:
+        if self.rng.random() < 0.06:
+            return Pool(
+                pool=self.rng.choice(["", "", "pool0", "pool1"]), role=self.ROLES[stream], page_bytes=1,
+                pages=self.rng.choice([0, 1, 4, 600, 5000, 1 << 40]), page_tokens=self.rng.choice([0, 1, 4, 1 << 62]),
+                context_limit=self.rng.choice([0, 16, 1 << 62]),
+            )  # fmt: skip
+        record = super().record(stream)
+        if isinstance(record, (Read, Share)) and self.rng.random() < 0.05:
+            return msgspec.structs.replace(record, tokens=(1 << 63) - 1)
+        return record
+
+
+@many(2500)
+@given(seed=SEEDS, count=st.integers(1, 120))
+def test_a_crowd_beyond_the_limits(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    records = Crowd(rng, sane=False).records(count)
+    check(disturbed(records, rng) if rng.random() < 0.2 else records, rng, tight=rng.random() < 0.8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_case(name: str) -> None:
+    config = load(environ={}, settings=[word for word in arguments_of(name) if word != "--set"])
+    replay = config.ledger.model_copy(update={"reorder_window_ms": None})
+    records = records_of(name)
+    assert_alike(config.policy, replay, feeds(records))
+    for seed in range(20):
+        rng = random.Random(seed)
+        assert_alike(config.policy, replay, feeds(interleaved(records, seed)), batch=3)
+        assert_alike(config.policy, config.ledger, as_ops(interleaved(records, seed), rng, live=True))
+        check(disturbed(records, rng), rng, tight=seed % 2 == 0)
+
+
+def test_many_reads_of_one_request() -> None:
+    rig = Rig(pools="d u")
+    rig.alloc("d", "a1", "0-15")
+    for number in range(2500):
+        record = Read(**who("a1"), pages=PageSet.of([number * 7 % 20]), tokens=1, pool="" if number % 300 else "u")
+        rig.emit("d", record)
+        rig.respond("d", "a1")
+        rig.free("d", "a1", str(number % 16))
+        rig.alloc("d", "a1", str(number % 16))
+    rig.begin("a1", "0", "7")
+    rig.over("p", "a1", "failed")
+    assert_alike(None, LedgerSettings(reorder_window_ms=None), feeds(rig.log), batch=100)
