@@ -24,16 +24,11 @@ def running(**config: Any) -> Iterator[tuple[Guardd, Path]]:
     with tempfile.TemporaryDirectory(prefix="kvg-bench-", dir="/dev/shm") as folder:
         ring = Path(folder, "run", "ring")
         ring.parent.mkdir()
-        guard = Guardd(Path(folder), **with_ring(ring, config))
+        guard = Guardd(Path(folder), **{**config, "ring": {"path": str(ring), "rows": 32_768}})
         try:
             yield guard, ring
         finally:
             guard.stop()
-
-
-def with_ring(ring: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A guard's configuration with this ring in it."""
-    return {**config, "listen": {**config.get("listen", {}), "ring": str(ring)}}
 
 
 def resident_mb(pid: int) -> float:

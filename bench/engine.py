@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench import QUICK
-from bench._guardd import with_ring
 from guard.demo.client import ALICE, BOB, CAROL, DAVE, Client
 from guard.demo.stand import Stand
 
@@ -125,9 +124,7 @@ def _with_ring(folder: Path) -> Stand:
     """An engine and a guard that share nothing but memory."""
     ring = folder / "ring"
     side = {"ring": str(ring), "board": str(folder / "board"), "gate": "sync", "wait_ms": 2000, "on_timeout": "closed"}
-    listen = {"otlp_grpc": f"unix:{folder}/otlp.sock", "http": "127.0.0.1:0"}
-    guard = with_ring(ring, {"listen": listen})
-    return Stand(folder, {**_ENGINE, "guard": side}, guarded=True, guard=guard)
+    return Stand(folder, {**_ENGINE, "guard": side}, guarded=True, guard={"ring": {"path": str(ring)}})
 
 
 def _ratio(figures: dict[str, list[float]], ours: str, theirs: str, bar: str = "") -> None:
