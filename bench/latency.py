@@ -35,10 +35,12 @@ def main() -> int:
     """Prints quantiles by rate and draws them."""
     print(f"  {'records/s':>9}  from outside, ms: {'p50':>7} {'p99':>7} {'p99.9':>7}   the guard's histogram, ms")
     medians: dict[int, list[float]] = {}
+    clean = True
     for rate in RATES:
         rounds = [measure(rate) for _ in range(ROUNDS if rate == RATE else 1)]
         medians[rate] = [statistics.median(values) for values in zip(*(r["outside"] for r in rounds), strict=True)]
         for r in rounds:
+            clean = clean and not r["findings"] and not r["dropped"]
             print(
                 f"  {rate:9,}  {len(r['samples']):6,} samples:   "
                 + " ".join(f"{value:7.3f}" for value in r["outside"])
@@ -47,7 +49,8 @@ def main() -> int:
                     f"p{q * 100:g} {low:g} to {high:g}" for q, (low, high) in zip(QUANTILES, r["own"], strict=True)
                 )
                 + f"; guard {r['cpu']:.0%} of a core; {r['written']:,} records, {r['dropped']} lost, "
-                f"writers up to {r['latest_us'] / 1000:.1f} ms behind",
+                f"writers up to {r['latest_us'] / 1000:.1f} ms behind"
+                + (f"; {r['findings']} FINDINGS in a clean trace: the machine was too busy" if r["findings"] else ""),
                 flush=True,
             )
     for q, bar in BARS_MS.items():
@@ -63,7 +66,7 @@ def main() -> int:
         {f"bar at {RATE // 1000} k/s: p{q * 100:g} ≤ {bar} ms": bar for q, bar in BARS_MS.items()},
         log_y=True,
     )
-    return 0
+    return 0 if clean else 1
 
 
 def measure(rate: int) -> dict[str, Any]:
@@ -89,8 +92,6 @@ def measure(rate: int) -> dict[str, Any]:
         findings = {name: count for name, count in guard.metrics().items() if name.startswith("kvguard_findings_total")}
     if any(writer.returncode for writer in writers):
         sys.exit("a writer failed")
-    if any(findings.values()):
-        sys.exit(f"the guard found something in a clean trace: {findings}")
     results = [json.loads(text) for text in said]
     samples = sorted(sample / 1e6 for result in results for sample in result["samples"])
     return {
@@ -101,6 +102,7 @@ def measure(rate: int) -> dict[str, Any]:
         "written": sum(result["written"] for result in results),
         "dropped": sum(result["dropped"] for result in results),
         "latest_us": max(result["latest_us"] for result in results),
+        "findings": int(sum(findings.values())),
     }
 
 
