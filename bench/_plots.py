@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,21 @@ class Line:
     dashed: bool = False
 
 
+@dataclass
+class Bar:
+    """A height to be held: a dashed line over the whole width, in the colour of the curve that it is for."""
+
+    label: str
+    height: float
+    color: int | None = None
+
+
 def plot(
     name: str,
     title: str,
     axes: tuple[str, str],
     lines: Sequence[Line],
-    bars: Mapping[str, float],
+    bars: Sequence[Bar],
     *,
     log_y: bool = False,
 ) -> None:
@@ -40,14 +49,14 @@ def plot(
         title: Over the picture.
         axes: What x and y are, with units.
         lines: The curves.
-        bars: Label → height of a dashed line over the whole width.
+        bars: What is to be held.
         log_y: Whether y is logarithmic too; else it begins at 0.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure, area = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
     for line in lines:
@@ -62,8 +71,9 @@ def plot(
             linestyle=(0, (1, 1.2)) if line.dashed else "-",
             markerfacecolor="white" if line.dashed else None,
         )
-    for label, height in bars.items():
-        area.axhline(height, label=label, color="#444444", linestyle=(0, (6, 3)), linewidth=1.2)
+    for bar in bars:
+        color = "#444444" if bar.color is None else _COLORS[bar.color]
+        area.axhline(bar.height, label=bar.label, color=color, linestyle=(0, (6, 3)), linewidth=1.2)
     area.set_xscale("log")
     places = sorted({x for line in lines for x, _ in line.points})
     area.set_xticks(places)
@@ -71,9 +81,11 @@ def plot(
     area.xaxis.set_minor_formatter(NullFormatter())
     if log_y:
         area.set_yscale("log")
+        area.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         area.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        area.yaxis.set_minor_formatter(NullFormatter())
     else:
-        top = max((*bars.values(), *(y for line in lines for _, y in line.points)))
+        top = max((*(bar.height for bar in bars), *(y for line in lines for _, y in line.points)))
         area.set_ylim(0, top * 1.1)
     area.set_title(title, fontsize=12, loc="left", pad=12)
     area.set_xlabel(axes[0])

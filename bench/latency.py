@@ -17,7 +17,7 @@ from typing import Any
 
 from bench import QUICK, _native
 from bench._guardd import cpu_s, latencies, quantile, running
-from bench._plots import Line, plot
+from bench._plots import Bar, Line, plot
 from guard.act.board.layout import key_of
 
 RATES = (1_000, 100_000) if QUICK else (1_000, 10_000, 50_000, 100_000, 200_000)
@@ -63,7 +63,10 @@ def main() -> int:
             Line(f"p{q * 100:g}", [(rate, medians[rate][number]) for rate in RATES], color=number)
             for number, q in enumerate(QUANTILES)
         ],
-        {f"bar at {RATE // 1000} k/s: p{q * 100:g} ≤ {bar} ms": bar for q, bar in BARS_MS.items()},
+        [
+            Bar(f"bar at {RATE // 1000} k/s: p{q * 100:g} ≤ {bar} ms", bar, QUANTILES.index(q))
+            for q, bar in BARS_MS.items()
+        ],
         log_y=True,
     )
     return 0 if clean else 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import QUICK, _native
-from bench._plots import Line, plot
+from bench._plots import Bar, Line, plot
 
 PAGES = (10_000, 100_000, 1_000_000) if QUICK else (10_000, 100_000, 1_000_000, 10_000_000)
 TENANTS = (2, 100, 10_000)
@@ -141,7 +141,7 @@ def _draw(cells: dict[tuple[str, int, int], Cell]) -> None:
     def rate(policy: str, pages: int, tenants: int) -> float:
         return cells[policy, pages, tenants]["records_per_s"] / 1e6
 
-    bars = {"bar: 5 M records/s": BAR / 1e6}
+    bars = [Bar(f"bar: {BAR / 1e6:.0f} M records/s", BAR / 1e6)]
     plot(
         "ledger-pages.png",
         "Native ledger, one core: records a second by pages",
