@@ -1,14 +1,18 @@
 """What a record costs the engine's thread: ``python bench/emit.py``.
 
-The records go through the SDK and over a Unix socket to a gRPC receiver in this process, which shares the
-interpreter with the emitter, so the figures hold the receiver's share of it too. ``off`` is an emitter that
-is off. ``paced`` emits in bursts of 16 with a pause between them, as the steps of a decode worker do; ``flat
+First as spans: the records go through the SDK and over a Unix socket to a gRPC receiver in this process, which
+shares the interpreter with the emitter, so the figures hold the receiver's share of it too. ``off`` is an emitter
+that is off. ``paced`` emits in bursts of 16 with a pause between them, as the steps of a decode worker do; ``flat
 out`` never pauses, and a thread that waits for the interpreter makes its tail, not its median.
+
+Then through the ring, which a process of its own reads, as the guard does. One figure a record holds two readings
+of the clock, as above; ``ring, batches`` is the mean of a record in each batch of 1,000, the clock read twice a batch.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,7 +68,61 @@ def measure(emitter: Emitter, pause_s: float) -> list[float]:
 
 def show(name: str, spent: list[float], more: str = "") -> None:
     p50, p99, mean = statistics.median(spent), statistics.quantiles(spent, n=100)[98], statistics.fmean(spent)
-    print(f"{name:9s} p50 {p50:6.2f}  p99 {p99:7.2f}  mean {mean:6.2f} µs/record  {more}")
+    print(f"{name:14s} p50 {p50:6.2f}  p99 {p99:7.2f}  mean {mean:6.2f} µs/record  {more}")
+
+
+READER = """
+import sys
+from guard.native._core import RingReader
+reader = RingReader(sys.argv[1])
+print("ready", flush=True)
+count = 0
+while True:
+    taken = len(reader.take())
+    count += taken
+    if not taken and reader.lanes()[0].pid == 0 and not len(reader.take()):
+        break
+    reader.wait(0.1)
+print(count)
+"""
+BATCH, BATCHES = 1000, 200
+
+
+def batches(emitter: Emitter) -> list[float]:
+    """Microseconds a record, one figure a batch; pauses between batches, so that the reader keeps up."""
+    context = context_from_traceparent(TRACEPARENT)
+    spent = []
+    for _ in range(BATCHES):
+        start = time.perf_counter_ns()
+        for _ in range(BATCH):
+            emitter.emit(RECORD, context)
+        spent.append((time.perf_counter_ns() - start) / BATCH / 1000)
+        time.sleep(0.001)
+    return spent
+
+
+def ring() -> bool:
+    """The ring's part; returns whether every record arrived."""
+    whole = True
+    for name, run, count in (
+        ("ring, paced", lambda emitter: measure(emitter, 0.002), RECORDS),
+        ("ring, flat out", lambda emitter: measure(emitter, 0.0), RECORDS),
+        ("ring, batches", batches, BATCH * BATCHES),
+    ):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            path = f"{folder}/ring"
+            # The first lane has to be taken before the reader sees it free.
+            emitter, _ = configure("bench-0", endpoint=None, ring=path)
+            reader = subprocess.Popen([sys.executable, "-c", READER, path], stdout=subprocess.PIPE, text=True)
+            assert reader.stdout is not None
+            reader.stdout.readline()
+            spent = run(emitter)
+            counts = emitter.counts
+            del emitter
+            arrived = int(reader.communicate(timeout=60)[0])
+        show(name, spent, f"{arrived} of {count} arrived, {counts['records_dropped']} found no room")
+        whole = whole and arrived == count
+    return whole
 
 
 def main() -> int:
@@ -91,6 +149,7 @@ def main() -> int:
             f"{receiver.spans} of {RECORDS} arrived, the last of a request {late:.0f} µs late (p50)",
         )
         whole = whole and receiver.spans == RECORDS
+    whole = ring() and whole
     return 0 if whole else 1
 
 

@@ -117,7 +117,7 @@ def check(records: list[Record], rng: random.Random, *, tight: bool) -> None:
     )  # fmt: skip
 
 
-@many(2500)
+@many(2000)
 @given(seed=SEEDS, steps=st.integers(1, 200))
 def test_a_correct_engine(seed: int, steps: int) -> None:
     rng = random.Random(seed)
@@ -127,7 +127,7 @@ def test_a_correct_engine(seed: int, steps: int) -> None:
     check(disturbed(records, rng) if rng.random() < 0.6 else records, rng, tight=rng.random() < 0.3)
 
 
-@many(2500)
+@many(2000)
 @given(seed=SEEDS, bug=st.sampled_from(BUGS), before=st.integers(0, 80), after=st.integers(0, 60))
 def test_an_engine_with_a_bug(seed: int, bug: object, before: int, after: int) -> None:
     rng = random.Random(seed)
@@ -136,7 +136,7 @@ def test_an_engine_with_a_bug(seed: int, bug: object, before: int, after: int) -
     check(disturbed(records, rng) if rng.random() < 0.4 else records, rng, tight=rng.random() < 0.2)
 
 
-@many(3500)
+@many(2500)
 @given(seed=SEEDS, count=st.integers(1, 120), sane=st.booleans())
 def test_garbage(seed: int, count: int, sane: bool) -> None:
     rng = random.Random(seed)
@@ -189,7 +189,53 @@ class Crowd(Garbage):
         return record
 
 
-@many(2500)
+class Dense(Garbage):
+    """Garbage of so few streams, pages and requests that most of it concerns the same ones, and little is lost."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng, sane=False)
+        self.ROLES = dict(list(super().ROLES.items())[rng.randrange(3) :][: rng.randint(1, 3)])  # type: ignore[misc]
+        self.places = {stream: [1, 0] for stream in self.ROLES}
+        self.page_count, self.request_count = rng.randint(1, 5), rng.choice([2, 3, 8])
+        self.loss, self.transfers = rng.choice([0, 0, 0.03]), rng.choice([2, 10, 1000])
+        self.moving, self.ordered = rng.random(), rng.random()
+
+    def disturb(self, place: list[int]) -> None:
+        if self.rng.random() < self.loss:
+            super().disturb(place)
+
+    def pages(self) -> PageSet:
+        count = self.rng.randint(1, self.page_count)
+        return PageSet.of(self.rng.sample(range(self.page_count), count))
+
+    def who(self) -> dict[str, str]:
+        number = self.rng.randrange(self.request_count)
+        return {"request": f"r{number}", "tenant": f"t{number % 4}"}
+
+    def begin(self, stream: str) -> Record:
+        record = super().begin(stream)
+        assert isinstance(record, TransferBegin)
+        self.ids[-1] = f"y{self.rng.randrange(self.transfers)}" + self.rng.choice(["", "", "/0", "/1"])
+        return msgspec.structs.replace(record, transfer=self.ids[-1])
+
+    def record(self, stream: str) -> Record:
+        luck = self.rng.random()
+        if luck < self.moving * 0.5:
+            return self.begin(stream) if luck < self.moving * 0.3 else self.transfer_end()
+        return super().record(stream)
+
+
+@many(2000)
+@given(seed=SEEDS, count=st.integers(1, 250))
+def test_all_about_the_same_pages(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    records = Dense(rng).records(count)
+    if rng.random() < 0.4:
+        records = interleaved_at_speeds(records, seed)
+    check(records, rng, tight=rng.random() < 0.2)
+
+
+@many(2000)
 @given(seed=SEEDS, count=st.integers(1, 120))
 def test_a_crowd_beyond_the_limits(seed: int, count: int) -> None:
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What is built from the tree: a wheel that needs no compiler where it is installed, and an sdist that has all of it."""
+"""What is built from the tree: a wheel that needs no compiler where it is installed, and an sdist that has it all."""
 
 from __future__ import annotations
 

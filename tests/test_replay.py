@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import pty
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 from engine_model import Model, Req
 from google.protobuf import json_format
 from ledger_rig import Rig
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from test_ledger_native import disturbed
+from test_ledger_properties import BUGS, buggy, interleaved
 
+from guard.cli import main
 from guard.cli.replay import Replay
-from guard.ledger import LedgerSettings
+from guard.ledger import Ledger, LedgerSettings
 from guard.policy import Policy
 from guard.receive.otlp import Batch
 from guard.records import Record, to_attributes
@@ -282,6 +291,101 @@ def test_a_trace_through_the_process_equals_the_ledger(tmp_path: Path) -> None:
     assert set(out["requests"]) == {record.request for record in model.log} - {None}
 
 
+# Both ledgers
+
+
+@pytest.mark.parametrize("output", ["json", "table"])
+@pytest.mark.parametrize("path", sorted(CASES.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_both_ledgers_print_the_same(tmp_path: Path, path: Path, output: str) -> None:
+    arguments = json.loads(path.with_suffix(".expect.json").read_text())["args"]
+    printed = [
+        CliRunner().invoke(main, ["replay", str(file), "-o", output, "--ledger", ledger, *arguments])
+        for ledger in ("native", "python")
+        for file in (path, as_protobuf(tmp_path, path))
+    ]
+    assert len({(p.exit_code, p.stdout.replace(".pb", ".jsonl"), p.stderr) for p in printed}) == 1
+    assert printed[0].stdout
+
+
+def as_protobuf(directory: Path, path: Path) -> Path:
+    file = directory / f"{path.stem}.pb"
+    file.write_bytes(delimited(path))
+    return file
+
+
+def test_both_ledgers_print_the_same_of_a_long_trace(tmp_path: Path) -> None:
+    records: list[Record] = []
+    for seed in range(4):
+        rng = random.Random(seed)
+        log, _ = buggy(seed, 400, 200, rng.choice(BUGS))
+        # Each its own requests, one after the other on the same streams' next epochs.
+        records += [
+            msgspec.structs.replace(
+                record, epoch=record.epoch + 100 * seed, time_ns=record.time_ns + seed * 10**12,
+                request=record.request and f"{record.request}.{seed}",
+            )
+            for record in disturbed(interleaved(log, seed), rng)
+            if record.NAME
+        ]  # fmt: skip
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(map(as_line, records)))
+    arguments = ["-o", "json", "--set", "ledger.max_ended=20", "--set", "ledger.restart_records=16"]
+    printed = [judged(path, "--ledger", ledger, *arguments) for ledger in ("native", "python")]
+    assert printed[0] == printed[1]
+    assert list(printed[0]["requests"]) == list(printed[1]["requests"])
+    assert len(printed[0]["findings"]) > 10
+    assert printed[0]["records"]["kv"] > 1000
+
+
+def test_invalid_records_in_protobuf_are_named_by_both(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(with_invalid_record())
+    path = as_protobuf(tmp_path, tmp_path / "trace.jsonl")
+    runs = [guardctl(path, "-o", "json", "--ledger", ledger) for ledger in ("native", "python")]
+    assert runs[0].stdout == runs[1].stdout
+    assert runs[0].stderr == runs[1].stderr
+    assert b"trace.pb, message " in runs[0].stderr
+    assert refused(path, "--strict") == refused(path, "--strict", "--ledger", "python")
+
+
+# How far it is
+
+
+def on_a_terminal(*arguments: object, stdin: bytes | None = None) -> tuple[bytes, bytes]:
+    """Standard output, and what stood on the terminal that is standard error."""
+    shown, terminal = pty.openpty()
+    command = [sys.executable, "-c", "from guard.cli import main; main()", "replay", *map(str, arguments)]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
+    text = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone with its last writer
+            while data := os.read(shown, 65536):
+                text.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    out, _ = run.communicate(stdin, timeout=120)
+    reader.join(60)
+    os.close(shown)
+    return out, bytes(text)
+
+
+def test_a_progress_bar_on_a_terminal() -> None:
+    out, shown = on_a_terminal(REJECTED, "-o", "json")
+    assert json.loads(out) == judged(REJECTED)
+    assert b"%" in shown
+    assert b"records" in shown
+
+
+def test_of_standard_input_the_records_are_counted() -> None:
+    out, shown = on_a_terminal("-", "-o", "json", stdin=with_broken_line())
+    assert b"%" not in shown
+    assert b"records" in shown
+    assert b"line 4: not an OTLP/JSON trace message" in shown
+    assert json.loads(out)["records"]["invalid"] == 1
+
+
 def as_line(record: Record) -> str:
     names = {str: "stringValue", int: "intValue", bool: "boolValue"}
     attributes = [{"key": k, "value": {names[type(v)]: v}} for k, v in to_attributes(record).items()]
@@ -302,10 +406,12 @@ def stuck(model: Model) -> list[Req]:
     return [r for r in {life[0].id: life[0] for w in model.workers for life in w.lives}.values() if not r.cancelled]
 
 
-def test_memory_goes_with_pools_and_live_requests_not_with_the_trace() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_memory_goes_with_pools_and_live_requests_not_with_the_trace(native: bool) -> None:
     history, pages = 64, 12
     model = Model(choices(1), pages=pages)
-    replay = Replay(Policy(), LedgerSettings(reorder_window_ms=None, max_ended=history, restart_records=32))
+    settings = LedgerSettings(reorder_window_ms=None, max_ended=history, restart_records=32)
+    replay = Replay(Policy(), settings, native=native)
     fed = most_live = 0
     while fed < 30_000:
         model.run(100)
@@ -315,7 +421,8 @@ def test_memory_goes_with_pools_and_live_requests_not_with_the_trace() -> None:
         live = {life[0].id for worker in model.workers for life in worker.lives}
         replay.feed(Batch(items=list(model.log[fed:]), read=len(model.log) - fed), "model", strict=True)
         fed = len(model.log)
-        sizes, world = replay.ledger.sizes, replay.ledger._world
+        replay._feed.flush()
+        sizes = replay.ledger.sizes
         most_live = max(most_live, len(live))
         assert sizes["pages"] <= len(model.workers) * pages
         assert sizes["requests_ended"] <= history
@@ -323,6 +430,10 @@ def test_memory_goes_with_pools_and_live_requests_not_with_the_trace() -> None:
         assert sizes["requests_live"] <= len(live) + 64
         assert sizes["records_held"] <= 64
         assert sizes["transfers"] <= sizes["requests_live"] + history
+        if not isinstance(replay.ledger, Ledger):
+            assert replay.ledger._core.bytes() < 4 << 20
+            continue
+        world = replay.ledger._world
         assert len(world.done) <= history + 1
         assert len(world.suspects) <= 4 * (sizes["pages"] + sizes["requests_live"])
         assert sum(len(page.late) for pool in world.pools.values() for page in pool.pages.values()) <= 4 * 3 * pages
@@ -334,7 +445,8 @@ def test_memory_goes_with_pools_and_live_requests_not_with_the_trace() -> None:
     assert {request for request, _ in replay.requests()} == {record.request for record in model.log} - {None}
 
 
-def test_an_id_that_comes_again_after_it_was_forgotten_keeps_its_verdict() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_an_id_that_comes_again_after_it_was_forgotten_keeps_its_verdict(native: bool) -> None:
     rig = Rig(pools="d")
     rig.left_behind("d", "b1", "0")
     rig.alloc("d", "a1", "0")
@@ -346,7 +458,7 @@ def test_an_id_that_comes_again_after_it_was_forgotten_keeps_its_verdict() -> No
         rig.left_behind("d", f"c{number}", "1")
     rig.restart("d")
     rig.admit("d", "a1")
-    replay = Replay(Policy(), LedgerSettings(reorder_window_ms=None, max_ended=1))
+    replay = Replay(Policy(), LedgerSettings(reorder_window_ms=None, max_ended=1), native=native)
     replay.feed(Batch(items=list(rig.log)), "rig", strict=True)
     replay.finish()
     assert dict(replay.requests())["a1"] == {

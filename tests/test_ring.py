@@ -302,7 +302,7 @@ def test_no_wake_up_is_lost(ring_path: str, start_writer: Start) -> None:
     def answer() -> None:
         for seq in range(300):
             while not len(reader.take()):
-                reader.wait(10)
+                reader.wait(60)
             if seq % 3 == 0:
                 time.sleep(0.003)  # past the time in which the other looks without sleeping
             back_writer.emit(record(seq), seq)
@@ -313,9 +313,9 @@ def test_no_wake_up_is_lost(ring_path: str, start_writer: Start) -> None:
     for seq in range(300):
         ping.emit(record(seq), seq)
         while not len(back.take()):
-            back.wait(10)
+            back.wait(60)
     thread.join()
-    assert time.monotonic() - clock < 10, "a lost wake-up takes ten seconds"
+    assert time.monotonic() - clock < 60, "a lost wake-up takes a minute"
 
 
 # Directly

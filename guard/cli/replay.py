@@ -11,38 +11,101 @@ from typing import IO, Any, BinaryIO
 
 import click
 
+from guard.cli._progress import Reading
 from guard.cli._terminal import add_row, console, fail, styled, table
 from guard.config import ConfigError, load
 from guard.findings import Finding
 from guard.ledger import Ledger, LedgerSettings, Request
+from guard.native import _core
+from guard.native.ledger import Ledger as NativeLedger
+from guard.native.ledger import Request as NativeRequest
 from guard.policy import Policy
 from guard.receive.otlp import Batch, OtlpError, parse_json_line, parse_protobuf, read_delimited
-from guard.records import RecordError
+from guard.records import Record, RecordError
+
+_ROWS = 1024
+"""Records that the native ledger is given at once."""
+
+
+class _PythonFeed:
+    """The Python ledger, a record at a time."""
+
+    def __init__(self, replay: Replay, policy: Policy, settings: LedgerSettings) -> None:
+        self.ledger = Ledger(policy, settings, replay.found, replay.retire)
+        self.record, self.place = self.ledger.feed, self.ledger.feed_invalid
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+class _NativeFeed:
+    """The native ledger, many records at a time."""
+
+    def __init__(self, replay: Replay, policy: Policy, settings: LedgerSettings) -> None:
+        self.ledger = NativeLedger(policy, settings, replay.found, replay.retire)
+        self._rows = _core.Rows()
+
+    def record(self, record: Record) -> None:
+        """A record behind those that wait."""
+        self._rows.append(record)
+        self._flush_some()
+
+    def place(self, header: Record) -> None:
+        """The place of a record that could not be read."""
+        self._rows.place(header.stream, header.epoch, header.seq, header.time_ns)
+        self._flush_some()
+
+    def rows(self, rows: _core.Rows) -> None:
+        """Many records behind those that wait."""
+        self.flush()
+        self.ledger.feed_rows(rows)
+
+    def flush(self) -> None:
+        """Judges what waits."""
+        rows, self._rows = self._rows, _core.Rows()
+        self.ledger.feed_rows(rows)
+
+    def _flush_some(self) -> None:
+        if len(self._rows) >= _ROWS:
+            self.flush()
 
 
 class Replay:
-    """One run of the ledger over files. Memory goes with pools and live requests, not with the trace."""
+    """One run of the ledger over files. Memory goes with pools and live requests, not with the trace.
 
-    def __init__(self, policy: Policy, settings: LedgerSettings) -> None:
+    Args:
+        policy: What is done about findings.
+        settings: How much the ledger keeps.
+        native: Whether the native ledger judges, or the Python one.
+    """
+
+    def __init__(self, policy: Policy, settings: LedgerSettings, *, native: bool = True) -> None:
         self.findings: list[Finding] = []
         self.counts = {"read": 0, "kv": 0, "ignored": 0, "invalid": 0}
         # Requests that are over leave the ledger's memory; what is to be printed of them waits on disk.
         self._marked: dict[str, dict[str, Any]] = {}
         """Of those, the ones that were to be killed or gave something away: an id that comes again stays so."""
         self._retired: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.ledger = Ledger(policy, settings, self._found, self._retire)
+        self._feed: _PythonFeed | _NativeFeed = (_NativeFeed if native else _PythonFeed)(self, policy, settings)
 
-    def _found(self, finding: Finding, new: bool) -> None:
+    @property
+    def ledger(self) -> Ledger | NativeLedger:
+        """The ledger, which has judged all but the last few records."""
+        return self._feed.ledger
+
+    def found(self, finding: Finding, new: bool) -> None:
+        """Keeps a finding."""
         if new:
             self.findings.append(finding)
 
-    def _retire(self, request: Request) -> None:
+    def retire(self, request: Request | NativeRequest) -> None:
+        """Keeps what is to be printed of a request that the ledger forgets."""
         summary = self._with_past(request)
         if summary["verdict"] == "kill" or summary["disclosed"]:
             self._marked[request.id] = summary
         self._retired.write(json.dumps([request.id, summary]) + "\n")
 
-    def _with_past(self, request: Request) -> dict[str, Any]:
+    def _with_past(self, request: Request | NativeRequest) -> dict[str, Any]:
         summary = _summary(request)
         past = self._marked.get(request.id)
         if past is not None:
@@ -63,13 +126,33 @@ class Replay:
                     raise OtlpError(str(item))
                 click.echo(f"guardctl: {where}: {item}", err=True)
                 if item.header is not None:
-                    self.ledger.feed_invalid(item.header)
+                    self._feed.place(item.header)
             else:
-                self.ledger.feed(item)
+                self._feed.record(item)
         self.counts["read"] += batch.read
         self.counts["kv"] += batch.kv
         self.counts["ignored"] += batch.ignored
         self.counts["invalid"] += batch.invalid
+
+    def feed_protobuf(self, message: bytes, where: str, strict: bool) -> None:
+        """Takes one message in protobuf, likewise.
+
+        Raises:
+            OtlpError: It is broken as a whole; or `strict`, and a record is invalid.
+        """
+        if isinstance(self._feed, _NativeFeed):
+            try:
+                decoded = _core.decode_otlp(message)
+            except ValueError as error:
+                raise OtlpError(str(error)) from None
+            if not decoded.invalid:
+                self._feed.rows(decoded.rows)
+                self.counts["read"] += decoded.read
+                self.counts["kv"] += decoded.read - decoded.ignored
+                self.counts["ignored"] += decoded.ignored
+                return
+        # The native decoder does not name each invalid record.
+        self.feed(parse_protobuf(message), where, strict)
 
     def broken(self) -> None:
         """Counts a line that held no message."""
@@ -78,6 +161,7 @@ class Replay:
 
     def finish(self) -> None:
         """The input is over."""
+        self._feed.flush()
         self.ledger.finish()
         self.findings.sort(key=lambda f: (f.time_ns, f.stream, f.epoch, f.seq, f.kind, f.request or "", f.pool or ""))
 
@@ -92,7 +176,7 @@ class Replay:
             yield request.id, self._with_past(request)
 
 
-def _summary(request: Request) -> dict[str, Any]:
+def _summary(request: Request | NativeRequest) -> dict[str, Any]:
     return {
         "tenant": request.tenant,
         "verdict": request.verdict,
@@ -114,7 +198,16 @@ def _summary(request: Request) -> dict[str, Any]:
 @click.option(
     "--set", "overrides", multiple=True, metavar="A.B=C", help="Override one field, e.g. policy.digests=require."
 )
-def command(files: tuple[str, ...], output: str, strict: bool, config: str | None, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--ledger",
+    type=click.Choice(["native", "python"]),
+    default="native",
+    show_default=True,
+    help="Which of the two ledgers judges; they say the same, the native one sooner.",
+)
+def command(
+    files: tuple[str, ...], output: str, strict: bool, config: str | None, overrides: tuple[str, ...], ledger: str
+) -> None:
     """Judge recorded traces: OTLP/JSON lines, or length-delimited protobuf (.pb).
 
     FILE may be - for standard input (OTLP/JSON lines). All files are one input: the streams in them may be
@@ -125,11 +218,15 @@ def command(files: tuple[str, ...], output: str, strict: bool, config: str | Non
         settings = load(config, settings=overrides)
     except ConfigError as error:
         fail(str(error))
-    ledger = settings.ledger.model_copy(update={"reorder_window_ms": None})
-    replay = Replay(settings.policy, ledger)
-    for name in files:
-        _read(replay, name, strict)
-    replay.finish()
+    replay = Replay(
+        settings.policy,
+        settings.ledger.model_copy(update={"reorder_window_ms": None}),
+        native=ledger == "native",
+    )
+    with Reading(files) as progress:
+        for name in files:
+            _read(replay, name, strict, progress)
+        replay.finish()
     if not replay.counts["kv"]:
         click.echo("guardctl: no record was read, so nothing was judged", err=True)
     if output == "json":
@@ -139,17 +236,19 @@ def command(files: tuple[str, ...], output: str, strict: bool, config: str | Non
     sys.exit(1 if replay.findings else 0)
 
 
-def _read(replay: Replay, name: str, strict: bool) -> None:
+def _read(replay: Replay, name: str, strict: bool, progress: Reading) -> None:
     where = name
     try:
         with _open(name) as file:
             if name.endswith(".pb"):
                 for number, message in enumerate(read_delimited(file), 1):
                     where = f"{name}, message {number}"
-                    replay.feed(parse_protobuf(message), where, strict)
+                    replay.feed_protobuf(message, where, strict)
+                    progress.add(len(message), replay.counts["kv"])
                 return
             for number, line in enumerate(file, 1):
                 where = f"{name}, line {number}"
+                progress.add(len(line), replay.counts["kv"])
                 if not line.strip():
                     continue
                 try:

@@ -179,5 +179,5 @@ def dead_or_rejected(world: World, request: Request) -> None:
                 world.report(
                     Kind.ZOMBIE_REQUEST, looked.where, looked.pool, rs,
                     evidence=[Evidence(i, None) for i in pool_read.clip(looked.pages)] if pool_read else (),
-                    reason=f"went on although {stream} had ended it as {death.outcome}",
+                    degraded=death.degraded, reason=f"went on although {stream} had ended it as {death.outcome}",
                 )  # fmt: skip

@@ -30,7 +30,7 @@ def settle(page: Page, clock: Clock) -> None:
         if transfer is None or not late.confirmed or not transfer.done_before(clock):
             continue
         if transfer.sent is TransferStatus.OK:
-            page.label = join((page.label, transfer.taint))
+            page.label = join((page.label, late.taint))
         page.late.remove(late)
 
 
@@ -126,14 +126,14 @@ def arrived(late: Late, where: Where, world: World) -> None:
     page = late.page
     if page is not None and late in page.late:
         page.late.remove(late)
-        page.label = join((page.label, late.transfer.taint))
+        page.label = join((page.label, late.taint))
 
 
 def wrote(late: Late, transfer: Transfer, where: Where, world: World) -> None:
     """One side says that the bytes are in the page; the earlier of the two is what the finding names."""
     if not late.written:
         late.written = True
-        late.taint.absorb(transfer.taint)
+        late.taint.absorb(transfer.taint, doubtful=late.unvouched)
         late.taint.close_one()
     foreign_write(late, where, world)
 

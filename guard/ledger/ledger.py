@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from guard.findings import Finding
 from guard.ledger import access, late, lifecycle, limits, moves, ownership
 from guard.ledger.requests import Request, RequestStream, Where
+from guard.ledger.restored import Restored, resume
 from guard.ledger.streams import Gap, Stream
 from guard.ledger.world import LedgerSettings, World
 from guard.policy import Policy
@@ -109,6 +110,13 @@ class Ledger:
         """(epoch, seq): every record of the stream up to it is judged; (-1, -1) for an unknown stream."""
         state = self._streams.get(stream)
         return (-1, -1) if state is None else (state.epoch, state.processed)
+
+    def restore(self, before: Restored) -> None:
+        """What the guard before this one knew; to be told before any record.
+
+        None of its pages is vouched for until it is handed out anew, and a `stream-gap` for each pool says so.
+        """
+        resume(self._world, self._streams, before)
 
     def feed(self, record: Record, now_ns: int = 0) -> None:
         """Takes one record in, and judges all that it makes ready."""

@@ -24,6 +24,7 @@ from guard.records import (
     Write,
 )  # fmt: skip
 
+CANNOT_VOUCH = "the guard was restarted: it cannot vouch for this pool's pages until they are handed out again"
 OVER = (Alloc, Share, Write, Read, TransferBegin, Respond)
 """Records that a request may not have on a stream that it ended on."""
 
@@ -31,7 +32,7 @@ OVER = (Alloc, Share, Write, Read, TransferBegin, Respond)
 def pool(world: World, stream: Stream, record: Pool, where: Where) -> None:
     """A pool exists."""
     state = world.pool(record.pool_id)
-    state.stream = stream.name
+    world.give(state, stream.name)
     state.size, state.page_tokens = record.pages, record.page_tokens
     state.role = record.role
     holds = record.pages * record.page_tokens
@@ -56,7 +57,7 @@ def went_on(world: World, stream: Stream, rs: RequestStream, record: Record, whe
         state = world.pool(record.pool_id, stream.name)
         world.report(
             Kind.ZOMBIE_REQUEST, where, state.id, rs, evidence=[Evidence(i, None) for i in state.clip(pages)],
-            reason=f"{record.NAME} after its end on {stream.name}",
+            degraded=rs.ended_unseen, reason=f"{record.NAME} after its end on {stream.name}",
         )  # fmt: skip
     finished = isinstance(record, RequestEnd) and record.outcome is Outcome.FINISHED
     if rs.over_capacity is not None and (finished or isinstance(record, (TransferBegin, Read, Respond))):
@@ -70,10 +71,10 @@ def went_on(world: World, stream: Stream, rs: RequestStream, record: Record, whe
 
 def request_end(world: World, stream: Stream, rs: RequestStream, record: RequestEnd, where: Where) -> None:
     """The request is over on this stream."""
-    if rs.ended is None:
-        rs.ended = where
+    if rs.ended is None or rs.ended_unseen:
+        rs.ended, rs.ended_unseen = where, False
     if record.outcome in (Outcome.REJECTED, Outcome.FAILED):
-        rs.request.deaths.setdefault(stream.name, Death(where, record.outcome, stream.clock))
+        rs.request.deaths.setdefault(stream.name, Death(where, record.outcome, stream.clock, rs.degraded))
     if record.outcome is Outcome.REJECTED and world.pool(stream.name).role is not Role.ROUTER:
         rs.request.rejections.add(stream.name)
     close(world, rs)
@@ -93,6 +94,8 @@ def close(world: World, rs: RequestStream) -> None:
 
 def _never_owned(world: World, rs: RequestStream) -> None:
     """Transfers in flight to pages that the request never had here: wherever they land, it is not its page."""
+    if world.unseen(rs):
+        return  # it may have had them before the guard's restart
     for transfer in list(rs.request.transfers.values()):
         state = world.pool(transfer.pool)
         if transfer.received or state.stream != rs.stream:
@@ -150,6 +153,7 @@ def restart(world: World, stream: Stream) -> None:
             world.blocks -= len(state.blocks)
             for owner in state.clear():
                 world.note_over(owner.request)
+    world.blind.discard(stream.name)
 
 
 def reborn(world: World, rs: RequestStream) -> None:
@@ -161,7 +165,12 @@ def reborn(world: World, rs: RequestStream) -> None:
 def lost(world: World, stream: Stream, gap: Gap, why: str) -> None:
     """Records are missing: says which pages it can vouch for no more."""
     world.gaps += 1
+    world.blind.add(stream.name)
     where = Where(stream.time_ns, stream.name, stream.epoch, gap.first)
+    why = f"{why}: records {gap.first} to {gap.last} of epoch {stream.epoch} are missing"
+    resumed = gap.first == stream.resumed
+    if resumed:
+        why = f"{why}; {CANNOT_VOUCH}"
     pools = [p for p in world.pools.values() if p.stream == stream.name] or [world.pool(stream.name)]
     for request in world.requests.values():
         rs = request.streams.get(stream.name)
@@ -172,6 +181,6 @@ def lost(world: World, stream: Stream, gap: Gap, why: str) -> None:
         world.report(
             Kind.STREAM_GAP, where, state.id, evidence=[Evidence(i, None) for i, _ in owned],
             subjects={id(p.owner): p.owner.request for _, p in owned if p.owner is not None}.values(),
-            reason=f"{why}: records {gap.first} to {gap.last} of epoch {stream.epoch} are missing",
+            degraded=resumed, reason=why,
         )  # fmt: skip
         state.lose_sight()

@@ -8,10 +8,10 @@ from guard.ledger.access import into_foreign_page
 from guard.ledger.pages import PoolState
 from guard.ledger.requests import RequestStream, Where
 from guard.ledger.streams import Clock, Stream
-from guard.ledger.taint import join
+from guard.ledger.taint import EMPTY, join
 from guard.ledger.transfers import Transfer
 from guard.ledger.world import Evidence, World
-from guard.records import PageSet, TransferBegin, TransferEnd, TransferStatus
+from guard.records import PageSet, Role, TransferBegin, TransferEnd, TransferStatus
 
 
 def begin(world: World, stream: Stream, rs: RequestStream, record: TransferBegin, where: Where) -> None:
@@ -69,7 +69,8 @@ def _begun_late(world: World, receiver: RequestStream, pool: PoolState, index: i
         return
     else:
         released = next((w for p, pages, w in reversed(receiver.released) if p == pool.id and index in pages), None)
-        if released is not None or (receiver.ended is not None and not receiver.gone):
+        never = receiver.ended is not None and not receiver.gone and not world.unseen(receiver)
+        if released is not None or never:
             late.suspect(receiver, pool.id, index, page, released, transfer, world)
 
 
@@ -112,8 +113,13 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
     # Only the pool that a transfer goes to can say that it arrived: what another stream says of it is about no
     # transfer that is known.
     begun = [t for t in named(world, record.transfer) if t.pool == record.pool_id]
-    if not begun and world.done.get(record.transfer) != record.pool_id:
-        _unknown(world, rs, record, where)
+    if begun:
+        if missing_begin(world, record) is not None:
+            covered = {i for t in begun for i in t.begin.peer_pages}
+            rest = PageSet.of(i for i in record.pages if i not in covered)
+            _unknown(world, rs, record, where, rest)
+    elif world.done.get(record.transfer) != record.pool_id:
+        _unknown(world, rs, record, where, record.pages)
     transfers = [t for t in begun if not t.received]
     if not transfers:
         return
@@ -139,21 +145,29 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
             world.drop_transfer(transfer)
 
 
-def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where) -> None:
+def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where, never_sent: PageSet) -> None:
+    """A transfer, or pieces of one, ended here and did not begin."""
     world.remember(world.given_up, record.transfer, record.pool_id)
     if record.status is not TransferStatus.OK:
         # A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
         return
     world.gaps += 1
     pool = world.pool(record.pool_id, where.stream)
+    before = world.restored and all(
+        world.unseen(sender) or world.pool(sender.stream).role is Role.ROUTER
+        for sender in rs.request.streams.values()
+        if sender is not rs
+    )
     rs.degraded = True
-    pages = [Evidence(index, page) for index, page in pool.within(record.pages)]
+    pages = list(pool.within(never_sent))
     for _, page in pages:
-        if page is not None:
-            page.unvouched = True
+        page.unvouched = True
+        if before and page.owner is rs:
+            # What was sent before the guard's restart has replaced what the guard saw since.
+            page.label = EMPTY
     world.report(
-        Kind.STREAM_GAP, where, pool.id, rs, evidence=[Evidence(e.page_index, None) for e in pages],
-        transfer=record.transfer,
+        Kind.STREAM_GAP, where, pool.id, rs, evidence=[Evidence(index, None) for index, _ in pages],
+        transfer=record.transfer, degraded=before,
         reason=f"transfer {record.transfer} ended here and no begin of it ever came",
     )  # fmt: skip
 

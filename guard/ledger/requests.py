@@ -41,6 +41,8 @@ class Death(NamedTuple):
     where: Where
     outcome: Outcome
     clock: Clock
+    degraded: bool
+    """Whether it may have seen more of them, in records that the guard missed."""
 
 
 class Valid:
@@ -114,8 +116,8 @@ class RequestStream:
     """One request on one stream (and epoch): the unit that owns pages, reads and writes."""
 
     __slots__ = (
-        "degraded", "ended", "gone", "label", "late", "over_capacity", "owned", "permitted", "reads", "released",
-        "request", "responses", "shared", "stream", "tenant", "valid",
+        "degraded", "ended", "ended_unseen", "gone", "label", "late", "over_capacity", "owned", "permitted", "reads",
+        "released", "request", "responses", "shared", "stream", "tenant", "valid",
     )  # fmt: skip
 
     def __init__(self, request: Request, stream: str, tenant: str) -> None:
@@ -123,6 +125,8 @@ class RequestStream:
         self.stream = stream
         self.tenant = tenant
         self.ended: Where | None = None
+        self.ended_unseen = False
+        """Its end was seen by the guard before this one only."""
         self.gone = False
         """The stream has restarted since: the pages that it had are no more."""
         self.label: Taint = Taint({tenant: (request.id,)})

@@ -51,6 +51,8 @@ class Stream:
     given_up: deque[Gap] = field(default_factory=lambda: deque(maxlen=64))
     past: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     """Epochs that are over."""
+    resumed: int = -1
+    """Records of this epoch below it were judged before the guard's restart; -1 when there was none in it."""
     duplicates: int = 0
     late: int = 0
     """Records that came after their place was given up, or of an epoch that is over."""
@@ -86,7 +88,7 @@ class Stream:
                 self.late += 1
                 return True
             self.duplicates += 1
-            return self.recent.get(record.seq) == record
+            return record.seq < self.resumed or self.recent.get(record.seq) == record
         if record.seq in self.held:
             self.duplicates += 1
             return self.held[record.seq] == record
@@ -113,7 +115,7 @@ class Stream:
         rising = [epoch for epoch in self.successors if epoch > self.epoch]
         self.epoch = min(rising) if rising else next(iter(self.successors))
         held = self.successors.pop(self.epoch)
-        self.next_seq, self.processed, self.clock = 0, -1, {}
+        self.next_seq, self.processed, self.resumed, self.clock = 0, -1, -1, {}
         self.held, self.deadline_ns = {}, None
         self.recent.clear()
         self.given_up.clear()

@@ -81,7 +81,7 @@ class Late:
         self.index = index
         self.page = page
         """None when the pool has restarted since: nobody can get that page any more."""
-        self.unvouched = page is not None and page.unvouched
+        self.unvouched = rs.degraded or (page is not None and page.unvouched)
         self.released = released
         """The record that gave the page up; None when the request never had the page."""
         self.transfer: Transfer | None = None

@@ -14,7 +14,7 @@ from guard.ledger.requests import Request, RequestStream, Where
 from guard.ledger.taint import Taint
 from guard.ledger.transfers import Late, Transfer
 from guard.policy import Policy
-from guard.records import PageSet, Record
+from guard.records import Admit, PageSet, Record
 
 
 class LedgerSettings(BaseModel):
@@ -98,6 +98,10 @@ class World:
         self.suspects: list[tuple[int | None, Late]] = []
         """Late writers that wait to be confirmed, with their deadlines."""
         self.findings: dict[tuple[Kind, str | None, str | None], Finding] = {}
+        self.blind: set[str] = set()
+        """Streams of whose present epoch something was missed: what was made in it may not be known."""
+        self.restored = False
+        """The guard was restarted, and knows some of what the one before it knew."""
         self.gaps = 0
         """Holes given up, sequences that ran backwards, transfers that ended and never began."""
 
@@ -106,8 +110,9 @@ class World:
         state = self.pools.get(pool)
         if state is None:
             state = self.pools[pool] = PoolState(pool, stream or pool, self.settings.max_pool_pages)
+            state.lost_sight = state.stream in self.blind
         elif stream is not None and state.page_tokens is None:
-            state.stream = stream
+            self.give(state, stream)
         return state
 
     def keep(self, state: PoolState, blocks: set[int]) -> None:
@@ -115,6 +120,17 @@ class World:
         before = len(state.blocks)
         state.blocks |= blocks
         self.blocks += len(state.blocks) - before
+
+    def give(self, state: PoolState, stream: str) -> None:
+        """The pool is this stream's."""
+        if state.stream != stream:
+            state.stream = stream
+            if stream in self.blind:
+                state.lose_sight()
+
+    def unseen(self, rs: RequestStream) -> bool:
+        """Whether the request may have done things there before the guard's restart."""
+        return self.restored and rs.degraded
 
     def request(self, record: Record) -> RequestStream:
         """The record's request on the record's stream."""
@@ -126,6 +142,8 @@ class World:
         rs = request.streams.get(record.stream)
         if rs is None:
             rs = request.streams[record.stream] = RequestStream(request, record.stream, record.tenant)
+            # It may have begun in what was missed, unless this is where it begins.
+            rs.degraded = record.stream in self.blind and not isinstance(record, Admit)
             self.ended.pop(request.id, None)
         return rs
 

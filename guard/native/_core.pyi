@@ -128,8 +128,8 @@ class Ledger:
     def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
     def advance(self, now_ns: int) -> None: ...
     def finish(self) -> None: ...
-    def take_events(self) -> list[tuple[bool, FindingContents] | tuple[None, RequestContents]]:
-        """What happened since: findings, each once and as it is now (True: new), and requests forgotten (None).
+    def take_events(self) -> list[tuple[bool, FindingContents | None, RequestContents | None]]:
+        """What happened since: findings, each once and as it is now (True: new), and requests forgotten.
 
         Without `summaries`, of requests forgotten only those that a finding names or hits, and of these the id alone.
         """

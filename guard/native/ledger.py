@@ -187,12 +187,12 @@ class Ledger:
         return self._core.watermark(stream)
 
     def _tell(self) -> None:
-        for new, event in self._core.take_events():
-            if new is None:
-                self._findings.pop(event[0], None)
-                self._on_retire(Request(*event))
-            else:
-                self._on_finding(self._finding(new, event), new)
+        for new, finding, retired in self._core.take_events():
+            if finding is not None:
+                self._on_finding(self._finding(new, finding), new)
+            elif retired is not None:
+                self._findings.pop(retired[0], None)
+                self._on_retire(Request(*retired))
 
     def _finding(self, new: bool, contents: _core.FindingContents) -> Finding:
         kind, request, pool = _KINDS[contents[0]], contents[1], contents[2]

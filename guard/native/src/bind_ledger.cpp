@@ -40,7 +40,8 @@ nb::object summary(const RequestSummary& r) {
     return nb::make_tuple(text(r.id), text(r.has_tenant, r.tenant), set_of(r.lineage), r.killed, r.disclosed);
 }
 
-// Takes what happened: (new, contents) of findings, each once, as it is now; ("id", ...) summaries of requests.
+// Takes what happened: (new, contents, None) of findings, each once, as it is now; (False, None, summary) of requests
+// that were forgotten.
 nb::list take_events(Ledger& ledger) {
     nb::list out;
     auto& events = ledger.events();
@@ -48,9 +49,9 @@ nb::list take_events(Ledger& ledger) {
     std::unordered_map<const Finding*, bool> seen;
     for (const Event& event : events) {
         if (event.what == Event::What::retired) {
-            out.append(nb::make_tuple(nb::none(), summary(event.request)));
+            out.append(nb::make_tuple(false, nb::none(), summary(event.request)));
         } else if (seen.emplace(event.finding.get(), true).second) {
-            out.append(nb::make_tuple(event.what == Event::What::found, contents(*event.finding)));
+            out.append(nb::make_tuple(event.what == Event::What::found, contents(*event.finding), nb::none()));
         }
     }
     events.clear();

@@ -12,8 +12,8 @@ namespace kvguard {
 namespace {
 
 std::vector<kvg_ring_writer*>& taken_lanes() {
-    static std::vector<kvg_ring_writer*> lanes;
-    return lanes;
+    static auto* const lanes = new std::vector<kvg_ring_writer*>;  // writers may outlive static objects
+    return *lanes;
 }
 
 }  // namespace

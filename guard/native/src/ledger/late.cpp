@@ -56,7 +56,7 @@ void settle(World& world, Page& page, const Clock* clock) {
             page.set_label(world.taints.join(page.label, late->taint.get()).get());
         std::erase_if(page.links->late, [&](const Ref<Late>& other) { return other == late.get(); });
     }
-    World::tidy(page);
+    world.tidy(page);
 }
 
 void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
@@ -162,7 +162,7 @@ void arrived(World& world, Late* late, const Where& where) {
     auto& lates = page->links->late;
     const auto gone = std::erase_if(lates, [&](const Ref<Late>& other) { return other == late; });
     if (gone != 0) page->set_label(world.taints.join(page->label, late->taint.get()).get());
-    World::tidy(*page);
+    world.tidy(*page);
 }
 
 void new_owner(World& world, RequestStream* rs, Page& page) {

@@ -111,14 +111,14 @@ struct Ledger::Impl {
         confirm_due(now_ns);
         const std::int64_t window = world.settings.window_ns < 0 ? 0 : world.settings.window_ns;
         if (now_ns - window > 0)
-            for (const auto& stream : streams) find_leaks(*stream, static_cast<std::uint64_t>(now_ns - window));
+            for (const auto& stream : streams) look_for_leaks(*stream, static_cast<std::uint64_t>(now_ns - window));
     }
 
     void finish() {
         while (give_up_most_stuck()) {
         }
         confirm_due(kForever);
-        for (const auto& stream : streams) find_leaks(*stream, time_ns);
+        for (const auto& stream : streams) look_for_leaks(*stream, time_ns);
     }
 
     bool overdue() const {
@@ -186,7 +186,6 @@ struct Ledger::Impl {
             if (stream.has_successor_deadline && stream.successor_deadline_ns > due) return;
             restart(world, stream);
             stream.leaks.clear();
-            stream.leaks_to = 0;
             stream.start_successor(deadline(world.now_ns), world.hash);
             if (world.witness != nullptr)
                 world.witness->epoch(stream.name->text, static_cast<std::uint64_t>(stream.epoch));
@@ -399,8 +398,13 @@ struct Ledger::Impl {
         world.witness = witness;
     }
 
+    void look_for_leaks(Stream& stream, std::uint64_t to) {
+        ++stream.looks;
+        stream.looked_to = to;
+        find_leaks(stream, to);
+    }
+
     void find_leaks(Stream& stream, std::uint64_t to) {
-        stream.leaks_to = std::max(stream.leaks_to, to);
         while (!stream.leaks.empty() && stream.leaks.front().deadline < to) {
             const LeakWatch watch = stream.next_leak();
             if (world.request_streams.is_live(watch.rs) && watch.rs->serial == watch.serial) leaked(world, watch.rs, watch.where);

@@ -121,7 +121,7 @@ void request_end(World& world, Stream& stream, RequestStream* rs, const Record& 
     if (!rs->owns_nothing()) {
         stream.watch_leak(deadline, rs, where);
     } else if (rs->pending_leaks.size() < kMaxPending) {
-        rs->pending_leaks.push_back({deadline, where});
+        rs->pending_leaks.push_back({deadline, stream.looks, where});
     }
 }
 

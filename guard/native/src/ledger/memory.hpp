@@ -205,36 +205,46 @@ class SmallVec {
     std::uint32_t capacity_ = N;
 };
 
-// A sequence whose first value lies within itself: most have one or none.
+// A sequence whose first value lies within itself: most have one or none. What is not there costs nothing.
 template <class T>
 class FewOf {
   public:
-    std::size_t size() const { return has_ + more_.size(); }
+    FewOf() = default;
+    FewOf(const FewOf&) = delete;
+    FewOf& operator=(const FewOf&) = delete;
+    ~FewOf() {
+        if (has_) first()->~T();
+    }
+
+    std::size_t size() const { return has_ ? 1 + more_.size() : 0; }
     bool empty() const { return !has_; }
-    T& operator[](std::size_t i) { return i == 0 ? first_ : more_[i - 1]; }
-    const T& operator[](std::size_t i) const { return i == 0 ? first_ : more_[i - 1]; }
-    T& front() { return first_; }
-    const T& front() const { return first_; }
-    T& back() { return more_.empty() ? first_ : more_.back(); }
+    T& operator[](std::size_t i) { return i == 0 ? *first() : more_[i - 1]; }
+    const T& operator[](std::size_t i) const { return i == 0 ? *first() : more_[i - 1]; }
+    T& front() { return *first(); }
+    const T& front() const { return *first(); }
+    T& back() { return more_.empty() ? *first() : more_.back(); }
     T& push_back(T&& value) {
         if (has_) return more_.emplace_back(std::move(value));
         has_ = true;
-        return first_ = std::move(value);
+        return *new (bytes_) T(std::move(value));
     }
     void pop_front() {
         if (more_.empty()) {
-            first_ = T{};
+            first()->~T();
             has_ = false;
             return;
         }
-        first_ = std::move(more_.front());
+        *first() = std::move(more_.front());
         more_.erase(more_.begin());
     }
 
   private:
-    T first_{};
-    bool has_ = false;
+    T* first() { return std::launder(reinterpret_cast<T*>(bytes_)); }
+    const T* first() const { return std::launder(reinterpret_cast<const T*>(bytes_)); }
+
     std::vector<T> more_;
+    bool has_ = false;
+    alignas(T) unsigned char bytes_[sizeof(T)];
 };
 
 // A seeded 64-bit hash of some bytes: fast, and not to be foreseen from outside the process.
@@ -245,6 +255,16 @@ class Hash {
         const char* p = text.data();
         std::size_t n = text.size();
         std::uint64_t h = seed_ ^ (n * 0x9e3779b97f4a7c15u);
+        if (n > 48) {
+            std::uint64_t g = h ^ key_[3];
+            do {
+                h = mix(word(p) ^ key_[0], word(p + 8) ^ h);
+                g = mix(word(p + 16) ^ key_[1], word(p + 24) ^ g);
+                p += 32;
+                n -= 32;
+            } while (n > 32);
+            h ^= g;
+        }
         while (n > 16) {
             h = mix(word(p) ^ key_[0], word(p + 8) ^ h);
             p += 16;
@@ -280,7 +300,7 @@ class Hash {
         const auto product = static_cast<unsigned __int128>(a) * b;
         return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
     }
-    std::uint64_t seed_, key_[3];
+    std::uint64_t seed_, key_[4];
 };
 
 // Objects by a string of theirs: open addressing, linear probing, no tombstones. `T::key()` gives the string.

@@ -61,9 +61,13 @@ void take_source(World& world, Stream& stream, RequestStream* rs, const Record& 
                  const Where& where) {
     Pool* const pool = transfer->source_pool;
     Evidence gone;
+    std::uint64_t last = UINT64_MAX;
     for (std::uint32_t i = 0; i < record.pages.runs(); ++i) {
         const Pages::Run run = record.pages.run(i);
-        if (run.stop() > pool->size) gone.add(std::max(run.first, pool->size));
+        if (run.stop() <= pool->size) continue;
+        const std::uint64_t first = std::max(run.first, pool->size);
+        if (last != first) gone.add(first);  // else it goes on where the last one beyond the end stopped
+        last = run.stop();
     }
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         Links& links = world.links(page);

@@ -154,7 +154,7 @@ void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record
     tidy_owned(rs, rs->holdings[at]);
     if (rs->ended && !rs->pending_leaks.empty() && !rs->owns_nothing()) {
         for (; !rs->pending_leaks.empty(); rs->pending_leaks.pop_front())
-            if (const auto& end = rs->pending_leaks.front(); end.deadline >= stream.leaks_to)
+            if (const auto& end = rs->pending_leaks.front(); !stream.looked_at(end.deadline, end.looks))
                 stream.watch_leak(end.deadline, rs, end.where);
     }
 }

@@ -111,6 +111,7 @@ struct RequestStream {
     std::unique_ptr<std::map<Pool*, std::unordered_set<std::uint64_t>>> permitted;
     struct End {
         std::uint64_t deadline = 0;
+        std::uint64_t looks = 0;  // of its stream, when it came
         Where where;
     };
     FewOf<End> pending_leaks;  // ends at which it owned nothing
@@ -140,6 +141,7 @@ struct Request {
 
     World* world;
     Ref<Name> id;
+    Ref<Taint> own;  // the label of its own bytes, as its first stream's tenant
     std::uint32_t refs = 0;
     bool known = false;           // in the tables
     bool ended = false;           // in the list of those that are over

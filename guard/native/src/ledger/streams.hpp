@@ -55,10 +55,15 @@ struct Stream {
     std::deque<std::uint64_t> past;
     std::uint64_t duplicates = 0, late = 0;
     std::vector<LeakWatch> leaks;  // a heap, the earliest deadline first
-    std::uint64_t leaks_to = 0;    // deadlines before it were looked at
+    std::uint64_t looks = 0;       // how often leaks were looked for although no record came,
+    std::uint64_t looked_to = 0;   // the last time for deadlines before this
 
     void watch_leak(std::uint64_t deadline, RequestStream* rs, const Where& where);
     LeakWatch next_leak();
+    // Whether leaks of that deadline were looked for since `looks` was that.
+    bool looked_at(std::uint64_t deadline, std::uint64_t looks_then) const {
+        return deadline < time_ns || (looks > looks_then && deadline < looked_to);
+    }
     std::string_view key() const { return name->text; }
     std::size_t holding() const { return held.size() + ready.size() + later; }
     bool idle() const { return held.empty() && ready.empty() && !waiting; }

@@ -176,15 +176,6 @@ World::World(const Policy& policy, const Settings& settings) : policy(policy), s
     public_label = taints.single(taints.public_name.get(), nullptr);
 }
 
-World::~World() {
-    // Circles of references are what they are: everything goes with the pools.
-    for (const auto& pool : all_pools)
-        pool->each([](std::uint64_t, Page& page) {
-            delete page.links;
-            page.links = nullptr;
-        });
-}
-
 StreamName* World::stream_name(std::string_view text) {
     const std::uint64_t h = stream_names.hash(text);
     if (StreamName* known = stream_names.find(text, h); known != nullptr) return known;
@@ -228,7 +219,7 @@ void World::give(Pool* pool, StreamName* stream) {
     if (stream->blind) pool->lose_sight();
 }
 
-Page& World::page(Pool* pool, std::uint64_t index) {
+Page& World::new_page(Pool* pool, std::uint64_t index) {
     const std::uint64_t before = pool->blocks_kept;
     Page& page = pool->page(index);
     blocks += pool->blocks_kept - before;
@@ -243,6 +234,13 @@ void World::set_owner(Page& page, RequestStream* rs) {
     if (before != nullptr) release(before);
 }
 
+// The label of the request's own bytes: closed, so that one serves all its streams.
+Ref<Taint> World::own_label(Request* request, Name* tenant) {
+    if (!request->own) request->own = taints.single(tenant, request->id.get());
+    if (request->own->origins[0].tenant == tenant) return request->own;
+    return taints.single(tenant, request->id.get());
+}
+
 // A new epoch of its stream: every label empty, every page unowned. Transfers that write to it stay listed.
 void World::clear(Pool* pool) {
     std::vector<RsRef> owners;
@@ -255,7 +253,7 @@ void World::clear(Pool* pool) {
         page.set_label(nullptr);
         if (page.links != nullptr) {
             for (const Ref<Late>& late : page.links->late) late->page = nullptr;
-            delete page.links;
+            links_pool.destroy(page.links);
             page.links = nullptr;
         }
     });
@@ -276,7 +274,7 @@ RequestStream* World::follow(Request* request, StreamName* stream, std::string_v
     Name* const name = tenant_names.intern(tenant);
     RequestStream* const rs = request_streams.make(request, stream, name, ++serial);
     rs->losses_before = stream->losses;
-    rs->label = taints.single(name, request->id.get());
+    rs->label = own_label(request, name);
     request->streams.push_back(rs);
     unend(request);
     if (witness != nullptr) witness->request(request->id->key(), stream->text, tenant);
