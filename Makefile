@@ -56,7 +56,7 @@ test: $(VENV)/.stamp  ## Run the tests
 	$(BIN)/python -m pytest
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## Measure: the engine with and without the guard, the emitter, the ledger
+bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine
 	$(BIN)/python -m bench
 
 .PHONY: lint
