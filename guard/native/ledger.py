@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from guard.findings import Action, Confidence, Finding, Kind
 from guard.ledger import LedgerSettings
+from guard.ledger.restored import Restored
 from guard.native import _core
 from guard.policy import Policy
-from guard.records import PageSet, Record
+from guard.records import PageSet, Record, Role
 
 _KINDS = tuple(Kind)
 _ACTIONS = tuple(Action)
+_ROLES = tuple(Role)
 _MOST = (1 << 62) - 1
 """What stands for any larger number."""
 _LIMITS = (
@@ -123,6 +125,15 @@ class Ledger:
         self._on_retire = on_retire
         self._findings: dict[str | None, dict[tuple[Kind, str | None], Finding]] = {}
         """Those that may still grow, by the request that they name."""
+
+    def restore(self, before: Restored) -> None:
+        """Goes on where the guard before this one stopped; before any record."""
+        self._core.restore(
+            [(s.name, s.epoch, s.processed, s.time_ns, list(s.past)) for s in before.streams],
+            [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
+            [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
+        )
+        self._tell()
 
     def feed(self, record: Record, now_ns: int = 0) -> None:
         """Takes one record in, and judges all that it makes ready.
