@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("engine", "ledger", "emit")
+NAMES = ("engine", "ledger", "emit", "receive")
 
 
 def main() -> int:

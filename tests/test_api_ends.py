@@ -23,10 +23,10 @@ from fake_fleet import (
     guarded,
     outcomes,
 )
-from guard.native._core import BoardWriter
 
 from engine.messages import Abort, Generate, Hello, Prefill, Tokens
 from guard.act.board import Verdict
+from guard.native._core import BoardWriter
 from guard.records import Outcome
 
 COMPLETIONS = "/v1/completions"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guard.native._core import BoardWriter
 
 from engine.config import GuardConfig
 from engine.gate import Gate, Refuse, Release
 from guard.act.board import Verdict
+from guard.native._core import BoardWriter
 
 STREAM, EPOCH = "decode-0", 7
 

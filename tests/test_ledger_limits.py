@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from guard_process import until
-from ledger_rig import Rig
+from ledger_rig import Rig, both_ledgers
 
 from guard.config import load
 from guard.findings import Kind
 from guard.incidents.recorder import Recorder
 from guard.native._core import BoardWriter, Rows
 from guard.runtime import Runtime
+
+pytestmark = both_ledgers
 
 
 def test_a_stream_holds_back_only_so_much() -> None:
