@@ -63,6 +63,8 @@ class GuardCollector(Collector):
         yield _counter("incident_write_failures", "Attempts to write incidents that failed.", recorder.failures)
         yield _counter("incident_events_dropped", "Changes of incidents lost to a full queue.", recorder.dropped)
         yield _gauge("incident_queue", "Changes of incidents that wait for the disk.", recorder.depth)
+        yield _gauge("journal_bytes", "Length of the journal.", stats.journal_bytes)
+        yield _counter("journal_write_failures", "Attempts to write the journal that failed.", stats.journal_failures)
         aborter = runtime.aborter
         yield _counters(
             "abort_calls", "Abort calls to the engine, by result.", ("result",),

@@ -1,7 +1,7 @@
 """``guardd``: the sidecar's process. Puts the parts together, serves until SIGTERM, and says why if it cannot.
 
 Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address, the board or the ring is taken or
-cannot be had, 70 the ledger failed of an error of its own (start it again: what it knew is lost, and it says which
+cannot be had, 70 the ledger failed of an error of its own (start it again: it says what it missed, and which
 pages it cannot vouch for).
 """
 

