@@ -125,17 +125,10 @@ class Ledger:
     """The ledger; `guard.native.ledger.Ledger` makes it look like `guard.ledger.Ledger`."""
 
     def __init__(self, policy: LedgerPolicy, settings: LedgerSettings, *, summaries: bool) -> None: ...
-    def restore(
-        self,
-        streams: list[tuple[str, int, int, int, list[int]]],
-        pools: list[tuple[str, str, int, int, int]],
-        requests: list[tuple[str, str, str, bool]],
-    ) -> None:
-        """See `guard.ledger.restored`, whose fields these are in order; roles are numbered as in record.h."""
-
     def feed(self, record: Record, now_ns: int) -> None: ...
     def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
     def advance(self, now_ns: int) -> None: ...
+    def restore(self, before: Restored) -> None: ...
     def finish(self) -> None: ...
     def take_events(self) -> list[tuple[bool, FindingContents | None, RequestContents | None]]:
         """What happened since: findings, each once and as it is now (True: new), and requests forgotten.
@@ -290,8 +283,67 @@ class BoardWriter:
 
 # The journal
 
+class Restored:
+    """What a restarted guard knows of before; `guard.ledger.restored.Restored`, for the ledger."""
+
+    def __init__(
+        self,
+        streams: Sequence[tuple[str, int, int, int, Sequence[int]]],
+        pools: Sequence[tuple[str, str, int, int, int]],
+        requests: Sequence[tuple[str, str, str, bool]],
+    ) -> None: ...
+    @property
+    def streams(self) -> list[tuple[str, int, int, int, list[int]]]:
+        """Name, epoch, watermark, time, past epochs of each."""
+
+    @property
+    def pools(self) -> list[tuple[str, str, int, int, int]]:
+        """Id, stream, pages, page tokens, role of each."""
+
+    @property
+    def requests(self) -> list[tuple[str, str, str, bool]]:
+        """Request, stream, tenant, whether it ended, by request and stream."""
+
 class Journal:
-    """What a restarted guard must know of the one before it."""
+    """What the next guard must know, on disk. For one thread at a time; a `Core` that has it calls it itself."""
+
+    @staticmethod
+    def open(path: str, limit_bytes: int) -> tuple[Journal, Restored, list[bytes]]:
+        """Opens or makes it; what an earlier guard knew, and the incidents that it had not settled, oldest first.
+
+        Raises:
+            RuntimeError: The file cannot be had; the message names it.
+        """
+
+    def pool(self, id: str, stream: str, pages: int, page_tokens: int, role: int) -> None: ...
+    def epoch(self, stream: str, epoch: int) -> None: ...
+    def request(self, request: str, stream: str, tenant: str) -> None: ...
+    def ended(self, request: str, stream: str) -> None: ...
+    def retired(self, request: str) -> None: ...
+    def watermark(self, stream: str, epoch: int, processed: int, time_ns: int) -> None: ...
+    def incident(self, id: str, text: bytes) -> None: ...
+    def settled(self, id: str) -> None: ...
+    def flush(self) -> bool:
+        """Writes out what was gathered; False when the disk does not take it."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the file."""
+
+    @property
+    def failures(self) -> int: ...
+    @property
+    def rewrites(self) -> int: ...
+    @property
+    def cut_off(self) -> int:
+        """Bytes at the file's end that were no whole frame when it was opened."""
+
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def unsettled(self) -> int: ...
 
 # The core loop
 
@@ -451,6 +503,9 @@ class Core:
         """Raises:
         RuntimeError: The ring cannot be had.
         """
+
+    def restore(self, before: Restored) -> None:
+        """What the guard before this one knew; before `run`."""
 
     def run(self) -> None:
         """Judges until the inbox is closed and everything is judged; the GIL is free meanwhile.
