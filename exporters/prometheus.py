@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,8 +14,10 @@ from prometheus_client.registry import Collector
 from guard import __version__
 from guard.counters import ReceiverCounts
 from guard.native._core import LATENCY_BOUNDS, CoreStats
-from guard.receive.forward import Forwarder
 from guard.runtime import Runtime
+
+if TYPE_CHECKING:
+    from guard.receive.forward import Forwarder
 
 
 class GuardCollector(Collector):

@@ -144,17 +144,6 @@ class Ledger:
         self._core.feed_rows(rows, now_ns)
         self._tell()
 
-    def restore(self, before: Restored) -> None:
-        """What the guard before this one knew; to be told before any record."""
-        self._core.restore(
-            _core.Restored(
-                [(s.name, s.epoch, s.processed, s.time_ns, s.past) for s in before.streams],
-                [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
-                [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
-            )
-        )
-        self._tell()
-
     def advance(self, now_ns: int) -> None:
         """Time passes: gives up what should have come by now, and looks for leaks."""
         self._core.advance(now_ns)

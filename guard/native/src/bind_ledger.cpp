@@ -166,8 +166,6 @@ void bind_ledger(nb::module_& m) {
         .def("feed_rows", &feed_rows, nb::arg("rows"), nb::arg("now_ns"))
         .def("advance", [](Ledger& self, std::int64_t now_ns) { self.advance(now_ns); self.moved().clear(); },
              nb::arg("now_ns"), nb::call_guard<nb::gil_scoped_release>())
-        .def("restore", [](Ledger& self, const Restored& before) { self.restore(before); self.moved().clear(); },
-             nb::arg("before"), nb::call_guard<nb::gil_scoped_release>())
         .def("finish", [](Ledger& self) { self.finish(); self.moved().clear(); },
              nb::call_guard<nb::gil_scoped_release>())
         .def("take_events", &take_events)
