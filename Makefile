@@ -62,7 +62,7 @@ fuzz: $(VENV)/.stamp  ## Feed the native core what it must survive, FUZZ_SECONDS
 	$(BIN)/python tests/fuzzing.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## Measure: the engine with and without the guard, the emitter, the ledger
+bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine
 	$(BIN)/python -m bench
 
 .PHONY: lint

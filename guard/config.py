@@ -209,7 +209,7 @@ class Board(_Section):
 class Ring(_Section):
     """Shared memory through which processes on this machine hand over records, beside OTLP."""
 
-    on: bool = True
+    enabled: bool = True
     path: str = "/dev/shm/kvguard/ring"
     """The file; engines are told the same. It gets mode 0600, so engine and guard run as the same user."""
     lanes: int = Field(default=16, ge=1, le=1024)

@@ -80,7 +80,7 @@ class Runtime:
                 enforce=self._enforce,
                 inbox=self.inbox,
                 board=board,
-                ring=config.ring.path if config.ring.on else None,
+                ring=config.ring.path if config.ring.enabled else None,
                 ring_lanes=config.ring.lanes,
                 ring_rows=config.ring.rows,
                 journal=self._journal,

@@ -125,14 +125,6 @@ class Ledger:
     """The ledger; `guard.native.ledger.Ledger` makes it look like `guard.ledger.Ledger`."""
 
     def __init__(self, policy: LedgerPolicy, settings: LedgerSettings, *, summaries: bool) -> None: ...
-    def restore(
-        self,
-        streams: list[tuple[str, int, int, int, list[int]]],
-        pools: list[tuple[str, str, int, int, int]],
-        requests: list[tuple[str, str, str, bool]],
-    ) -> None:
-        """See `guard.ledger.restored`, whose fields these are in order; roles are numbered as in record.h."""
-
     def feed(self, record: Record, now_ns: int) -> None: ...
     def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
     def advance(self, now_ns: int) -> None: ...

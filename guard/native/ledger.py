@@ -126,15 +126,6 @@ class Ledger:
         self._findings: dict[str | None, dict[tuple[Kind, str | None], Finding]] = {}
         """Those that may still grow, by the request that they name."""
 
-    def restore(self, before: Restored) -> None:
-        """Goes on where the guard before this one stopped; before any record."""
-        self._core.restore(
-            [(s.name, s.epoch, s.processed, s.time_ns, list(s.past)) for s in before.streams],
-            [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
-            [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
-        )
-        self._tell()
-
     def feed(self, record: Record, now_ns: int = 0) -> None:
         """Takes one record in, and judges all that it makes ready.
 

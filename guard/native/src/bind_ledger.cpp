@@ -86,25 +86,6 @@ void feed(Ledger& ledger, nb::handle object, std::int64_t now_ns) {
     feed_rows(ledger, rows, now_ns);
 }
 
-using StreamTuple = std::tuple<std::string, std::uint64_t, std::int64_t, std::uint64_t, std::vector<std::uint64_t>>;
-using PoolTuple = std::tuple<std::string, std::string, std::uint64_t, std::uint64_t, int>;
-using LiveTuple = std::tuple<std::string, std::string, std::string, bool>;
-
-void restore(Ledger& ledger, const std::vector<StreamTuple>& streams, const std::vector<PoolTuple>& pools,
-             const std::vector<LiveTuple>& requests) {
-    Restored before;
-    for (const auto& [name, epoch, processed, time_ns, past] : streams)
-        before.streams.push_back({name, epoch, processed, time_ns, past});
-    for (const auto& [id, stream, pages, page_tokens, role] : pools) {
-        if (role < KVG_PREFILL || role > KVG_ROUTER) throw nb::value_error("a pool's role is none");
-        before.pools.push_back({id, stream, pages, page_tokens, static_cast<std::uint8_t>(role)});
-    }
-    for (const auto& [request, stream, tenant, ended] : requests)
-        before.requests.push_back({request, stream, tenant, ended});
-    ledger.restore(before);
-    ledger.moved().clear();
-}
-
 nb::list streams(const Ledger& ledger) {
     nb::list out;
     for (std::size_t i = 0; i < ledger.streams(); ++i) {
@@ -181,7 +162,6 @@ void bind_ledger(nb::module_& m) {
                  self->want_retired(summaries ? Ledger::Retired::all : Ledger::Retired::marked);
              },
              nb::arg("policy"), nb::arg("settings"), nb::kw_only(), nb::arg("summaries"))
-        .def("restore", &restore, nb::arg("streams"), nb::arg("pools"), nb::arg("requests"))
         .def("feed", &feed, nb::arg("record").none(), nb::arg("now_ns"))
         .def("feed_rows", &feed_rows, nb::arg("rows"), nb::arg("now_ns"))
         .def("advance", [](Ledger& self, std::int64_t now_ns) { self.advance(now_ns); self.moved().clear(); },
