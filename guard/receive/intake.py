@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from guard.counters import ReceiverCounts
 from guard.receive.decode import Decoded, decode_json, decode_protobuf
-from guard.receive.forward import Forwarder
 from guard.receive.sink import Sink
+
+if TYPE_CHECKING:
+    from guard.receive.forward import Forwarder
 
 
 class FullError(Exception):
