@@ -146,6 +146,7 @@ class Ledger:
 
     def request_ids(self) -> list[str]: ...
     def request(self, id: str) -> RequestContents | None: ...
+
 # The ring
 
 RING_PATH: str
