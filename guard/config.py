@@ -206,12 +206,43 @@ class Board(_Section):
         return value
 
 
+class Ring(_Section):
+    """Shared memory through which processes on this machine hand over records, beside OTLP."""
+
+    on: bool = True
+    path: str = "/dev/shm/kvguard/ring"
+    """The file; engines are told the same. It gets mode 0600, so engine and guard run as the same user."""
+    lanes: int = Field(default=16, ge=1, le=1024)
+    """Processes' streams that can write at once."""
+    rows: int = Field(default=32_768, ge=64, le=1 << 24)
+    """Rows of 64 bytes a lane, a power of two; most records take three to five. Memory for all of them is reserved
+    when the ring is made. One that is there already is taken as it is."""
+
+    @field_validator("rows")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} is not a power of two")
+        return value
+
+
 class Incidents(_Section):
     """What the guard remembers."""
 
     path: str = "/var/lib/kvguard/incidents.db"
     keep: int = Field(default=100_000, ge=1)
     """Incidents kept; the oldest go."""
+
+
+class Journal(_Section):
+    """What the guard that takes over after this one must know: pools, epochs, live requests, and incidents that the
+    store does not have yet."""
+
+    on: bool = True
+    path: str | None = None
+    """The file; ``journal`` beside the incidents when None. It gets mode 0600."""
+    limit_mib: int = Field(default=32, ge=1, le=4096)
+    """Beyond this it is written anew from what is live."""
 
 
 class Engine(_Section):
@@ -248,11 +279,20 @@ class Config(_Section):
     mode: Literal["monitor", "enforce"] = "monitor"
     """``monitor`` judges and reports and kills nothing."""
     listen: Listen = Listen()
+    ring: Ring = Ring()
     board: Board = Board()
     incidents: Incidents = Incidents()
+    journal: Journal = Journal()
     engine: Engine = Engine()
     ledger: LedgerSettings = LedgerSettings()
     policy: Policy = Policy()
+
+    @property
+    def journal_path(self) -> str | None:
+        """The journal's file; None when there is to be none."""
+        if not self.journal.on:
+            return None
+        return self.journal.path or os.path.join(os.path.dirname(self.incidents.path), "journal")
 
     @field_validator("ledger")
     @classmethod

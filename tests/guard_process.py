@@ -56,6 +56,7 @@ class Guardd:
         values: dict[str, Any] = {
             "mode": "enforce",
             "listen": {"otlp_grpc": self.socket, "otlp_http": "127.0.0.1:0", "http": "127.0.0.1:0"},
+            "ring": {"path": f"{directory}/run/ring", "rows": 4096},
             "board": {"path": str(self.board_path)},
             "incidents": {"path": str(self.incidents_path)},
         }

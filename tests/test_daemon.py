@@ -58,6 +58,7 @@ def test_from_spans_to_verdict_abort_incident_and_metrics(guardd: Callable[..., 
     assert metrics["kvguard_kills_withheld_total"] == 0
     assert metrics["kvguard_board_verdicts"] == 1
     assert metrics["kvguard_verdict_latency_seconds_count"] == 32
+    assert metrics["kvguard_ring_lanes"] == 16
     assert metrics['kvguard_abort_calls_total{result="ok"}'] == 1
     assert metrics["kvguard_incident_write_failures_total"] == 0
 

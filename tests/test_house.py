@@ -205,6 +205,7 @@ def test_the_base_install_runs_the_sidecar_without_torch(tmp_path: Path) -> None
     settings = [
         f"listen.otlp_grpc=unix:{tmp_path}/otlp.sock", f"listen.otlp_http=unix:{tmp_path}/http.sock",
         "listen.http=127.0.0.1:0", f"board.path={tmp_path}/board", f"incidents.path={tmp_path}/incidents.db",
+        f"ring.path={tmp_path}/ring",
     ]  # fmt: skip
     done = without(
         NOT_IN_BASE,

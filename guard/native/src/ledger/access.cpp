@@ -137,15 +137,6 @@ void stale_read(World& world, RequestStream* rs, const Record& record, Pool* poo
     world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
 }
 
-// A label that was read, and the pages that carry it.
-struct Read {
-    Taint* label;
-    bool unvouched;
-    Ref<Taint> taken;  // what the reader takes of it
-    bool watched;      // foreign, or it may become so
-    SortedRuns pages;
-};
-
 void note_page(SortedRuns& runs, std::uint64_t index) {
     if (!runs.empty() && runs.back().second == index) {
         ++runs.back().second;
@@ -209,16 +200,17 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     if (rs->permitted)
         if (const auto at = rs->permitted->find(pool); at != rs->permitted->end()) permitted = &at->second;
     Evidence stale;
-    std::vector<Read> labels;
+    auto& labels = world.labels_read;
+    labels.clear();
     const auto look = [&](Taint* label, std::uint64_t index, bool unvouched) {
         if (label == nullptr || label->nothing()) return;
-        for (Read& known : labels)
+        for (LabelRead& known : labels)
             if (known.label == label && known.unvouched == unvouched) {
                 if (known.watched) note_page(known.pages, index);
                 return;
             }
-        labels.push_back({label, unvouched, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), false, {}});
-        Read& fresh = labels.back();
+        labels.push_back({label, unvouched, false, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), {}});
+        LabelRead& fresh = labels.back();
         fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
         if (fresh.watched) note_page(fresh.pages, index);
     };
@@ -243,7 +235,7 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     stale_read(world, rs, record, pool, where, std::move(stale));
     SmallVec<Taint*, 8> tasted;
     tasted.push_back(rs->label.get());
-    for (Read& label : labels) {
+    for (LabelRead& label : labels) {
         tasted.push_back(label.taken.get());
         if (!label.watched) continue;
         normalise(label.pages);
@@ -256,6 +248,7 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         const Ref<Taint> own = world.own_label(rs->request, tenant);
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
+    labels.clear();
     keep_looked(rs->reads, where, world.pool_name(pool), record.pages, pool->limit);
     crossing(world, rs->request);
 }

@@ -56,7 +56,7 @@ void settle(World& world, Page& page, const Clock* clock) {
             page.set_label(world.taints.join(page.label, late->taint.get()).get());
         std::erase_if(page.links->late, [&](const Ref<Late>& other) { return other == late.get(); });
     }
-    World::tidy(page);
+    world.tidy(page);
 }
 
 void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
@@ -73,6 +73,7 @@ void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
 
 void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page* page, const Where* released,
              Transfer* writer) {
+    if (world.unseen(rs)) return;  // what it had, and what had arrived for it, before the guard's restart is not known
     if (page != nullptr && writer != nullptr && page->links != nullptr)
         for (const Ref<Late>& known : page->links->late)
             if (known->rs == rs && known->transfer == writer && known->confirmed) return;
@@ -162,7 +163,7 @@ void arrived(World& world, Late* late, const Where& where) {
     auto& lates = page->links->late;
     const auto gone = std::erase_if(lates, [&](const Ref<Late>& other) { return other == late; });
     if (gone != 0) page->set_label(world.taints.join(page->label, late->taint.get()).get());
-    World::tidy(*page);
+    world.tidy(*page);
 }
 
 void new_owner(World& world, RequestStream* rs, Page& page) {

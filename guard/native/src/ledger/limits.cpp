@@ -9,6 +9,7 @@ namespace {
 
 // Blocks of the pool that these pages are in and that are not kept yet.
 void touch(const World& world, const Pool* pool, const Pages& pages, std::vector<std::uint64_t>& fresh) {
+    if (pool != nullptr && pool->complete()) return;
     const std::uint64_t end = pool != nullptr ? pool->end() : world.settings.max_pool_pages;
     for (std::uint32_t i = 0; i < pages.runs(); ++i) {
         const Pages::Run run = pages.run(i);

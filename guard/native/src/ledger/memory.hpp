@@ -66,7 +66,7 @@ class ObjectPool {
     };
 
     void grow() {
-        chunks_.push_back(std::make_unique<Chunk>());
+        chunks_.push_back(std::make_unique_for_overwrite<Chunk>());
         for (std::size_t i = kSlots; i-- > 0;) {
             Slot& slot = chunks_.back()->slots[i];
             slot.live = false;
@@ -255,6 +255,16 @@ class Hash {
         const char* p = text.data();
         std::size_t n = text.size();
         std::uint64_t h = seed_ ^ (n * 0x9e3779b97f4a7c15u);
+        if (n > 48) {
+            std::uint64_t g = h ^ key_[3];
+            do {
+                h = mix(word(p) ^ key_[0], word(p + 8) ^ h);
+                g = mix(word(p + 16) ^ key_[1], word(p + 24) ^ g);
+                p += 32;
+                n -= 32;
+            } while (n > 32);
+            h ^= g;
+        }
         while (n > 16) {
             h = mix(word(p) ^ key_[0], word(p + 8) ^ h);
             p += 16;
@@ -290,7 +300,7 @@ class Hash {
         const auto product = static_cast<unsigned __int128>(a) * b;
         return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
     }
-    std::uint64_t seed_, key_[3];
+    std::uint64_t seed_, key_[4];
 };
 
 // Objects by a string of theirs: open addressing, linear probing, no tombstones. `T::key()` gives the string.

@@ -85,6 +85,8 @@ struct Pool {
     std::vector<std::unique_ptr<Page[]>> blocks;
 
     std::string_view key() const { return id; }
+    // Whether every page that it can have has its memory.
+    bool complete() const { return blocks_kept == blocks.size() && blocks_kept * kBlockPages >= end(); }
     std::uint64_t end() const { return size < limit ? size : limit; }
     // Capacity in tokens; meaningless before it is announced.
     unsigned __int128 tokens() const { return static_cast<unsigned __int128>(size) * page_tokens; }

@@ -176,15 +176,6 @@ World::World(const Policy& policy, const Settings& settings) : policy(policy), s
     public_label = taints.single(taints.public_name.get(), nullptr);
 }
 
-World::~World() {
-    // Circles of references are what they are: everything goes with the pools.
-    for (const auto& pool : all_pools)
-        pool->each([](std::uint64_t, Page& page) {
-            delete page.links;
-            page.links = nullptr;
-        });
-}
-
 StreamName* World::stream_name(std::string_view text) {
     const std::uint64_t h = stream_names.hash(text);
     if (StreamName* known = stream_names.find(text, h); known != nullptr) return known;
@@ -228,7 +219,7 @@ void World::give(Pool* pool, StreamName* stream) {
     if (stream->blind) pool->lose_sight();
 }
 
-Page& World::page(Pool* pool, std::uint64_t index) {
+Page& World::new_page(Pool* pool, std::uint64_t index) {
     const std::uint64_t before = pool->blocks_kept;
     Page& page = pool->page(index);
     blocks += pool->blocks_kept - before;
@@ -262,7 +253,7 @@ void World::clear(Pool* pool) {
         page.set_label(nullptr);
         if (page.links != nullptr) {
             for (const Ref<Late>& late : page.links->late) late->page = nullptr;
-            delete page.links;
+            links_pool.destroy(page.links);
             page.links = nullptr;
         }
     });

@@ -87,9 +87,17 @@ struct Report {
     std::string reason;
 };
 
+// A label that a record read, and the pages that carry it.
+struct LabelRead {
+    Taint* label;
+    bool unvouched;
+    bool watched;      // foreign, or it may become so
+    Ref<Taint> taken;  // what the reader takes of it
+    SortedRuns pages;
+};
+
 struct World {
     World(const Policy& policy, const Settings& settings);
-    ~World();
 
     Hash hash;
     Policy policy;
@@ -105,6 +113,8 @@ struct World {
     ObjectPool<Request> request_pool;
     ObjectPool<Transfer> transfer_pool;
     ObjectPool<Late> late_pool;
+    ObjectPool<Links> links_pool;
+    std::vector<LabelRead> labels_read;  // of one record; kept for its memory
     std::uint64_t serial = 0;
 
     Index<StreamName> stream_names{hash};
@@ -149,7 +159,11 @@ struct World {
             return pool_name(pool);
         return pool_names.intern(record.pool_id());
     }
-    Page& page(Pool* pool, std::uint64_t index);
+    Page& page(Pool* pool, std::uint64_t index) {
+        if (Page* const known = pool->find(index); known != nullptr) return *known;
+        return new_page(pool, index);
+    }
+    Page& new_page(Pool* pool, std::uint64_t index);
     template <class F>
     void within(Pool* pool, const Pages& set, F&& visit) {
         pool->clip(set, [&](std::uint64_t index) { visit(index, page(pool, index)); });
@@ -159,12 +173,12 @@ struct World {
     bool unseen(const RequestStream* rs) const { return restored && rs->degraded(); }
     void clear(Pool* pool);
     Links& links(Page& page) {
-        if (page.links == nullptr) page.links = new Links();
+        if (page.links == nullptr) page.links = links_pool.make();
         return *page.links;
     }
-    static void tidy(Page& page) {
+    void tidy(Page& page) {
         if (page.links != nullptr && page.links->outgoing.empty() && page.links->late.empty()) {
-            delete page.links;
+            links_pool.destroy(page.links);
             page.links = nullptr;
         }
     }
