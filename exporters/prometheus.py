@@ -11,15 +11,18 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from guard import __version__
-from guard.counters import Histogram
+from guard.counters import ReceiverCounts
+from guard.native._core import LATENCY_BOUNDS, CoreStats
+from guard.receive.forward import Forwarder
 from guard.runtime import Runtime
 
 
 class GuardCollector(Collector):
     """Reads a running guard. No request, trace or tenant id is ever a label."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, forwarder: Forwarder | None) -> None:
         self._runtime = runtime
+        self._forwarder = forwarder
         self._started = time.time()
 
     def collect(self) -> Iterator[Metric]:
@@ -28,44 +31,26 @@ class GuardCollector(Collector):
         counters = runtime.counters
         yield _gauge("build_info", "The guard's version and mode.", 1, version=__version__, mode=runtime.config.mode)
         yield _gauge("start_time_seconds", "When the guard started, since the Unix epoch.", self._started)
-        yield _counters(
-            "records", "Records received, by span name.", ("record",),
-            (((name,), count) for name, count in list(counters.records.items())),
-        )  # fmt: skip
-        yield _counter("spans", "Spans received.", counters.spans_read)
-        yield _counter("spans_ignored", "Spans that are no records.", counters.spans_ignored)
-        yield _counter("spans_invalid", "Spans named like a record that break the convention.", counters.spans_invalid)
-        yield _counters(
-            "export_calls_refused", "OTLP calls refused, by reason.", ("reason",),
-            (((r,), counters.calls_refused[r]) for r in ("full", "malformed", "unauthenticated")),
-        )  # fmt: skip
+        stats = runtime.stats()
+        yield from _received(counters.receivers)
+        forwarder = self._forwarder
+        yield _counter("spans_forwarded", "Spans that are no records, forwarded.", forwarder.sent if forwarder else 0)
+        yield _counter("spans_not_forwarded", "Such spans, dropped instead: the queue was full or the target away.",
+                       forwarder.dropped if forwarder else 0)  # fmt: skip
+        yield from _ring(stats)
+        inbox = runtime.inbox
+        yield _gauge("queue_records", "Records that wait for the ledger.", inbox.depth)
+        yield _gauge("queue_capacity_records", "Records that may wait.", inbox.limit_records)
+        yield _gauge("queue_bytes", "Bytes of the records that wait.", inbox.bytes)
+        yield _gauge("queue_capacity_bytes", "Bytes of records that may wait.", inbox.limit_bytes)
+        yield _counter("queue_messages_broken", "Messages in the queue with bytes that were no record.", stats.broken)
         yield _counters(
             "findings", "Findings, by kind and action.", ("kind", "action"), list(counters.findings.items())
         )
-        yield _counter("kills", "Requests killed.", counters.kills)
-        yield _counter("kills_withheld", "Requests that enforce mode would have killed.", counters.kills_withheld)
-        yield _counter("stream_gaps", "Holes in sequences, sequences that ran backwards, transfers that never began.",
-                       counters.stream_gaps)  # fmt: skip
-        yield _counter("records_dropped", "Records of streams beyond ledger.max_streams.", counters.records_dropped)
-        streams = list(runtime.streams.values())
-        yield _counter("records_duplicate", "Records that came twice.", sum(s["duplicates"] for s in streams))
-        yield _counter("records_late", "Records that came after they were given up.", sum(s["late"] for s in streams))
-        yield _gauge("streams", "Streams heard of.", len(streams))
-        yield _gauge("queue_records", "Records that wait for the ledger.", runtime.inbox.depth)
-        yield _gauge("queue_capacity_records", "Records that may wait.", runtime.inbox.capacity)
-        yield _histogram(
-            "verdict_latency_seconds", "From when a record happened until it was judged.", counters.latency
-        )
-        sizes = dict(runtime.sizes)
-        yield _gauge("ledger_pages", "Pages that the ledger follows.", sizes.get("pages", 0))
-        requests = GaugeMetricFamily(
-            "kvguard_ledger_requests", "Requests that the ledger knows, by state.", labels=("state",)
-        )
-        for state in ("live", "ended"):
-            requests.add_metric((state,), sizes.get(f"requests_{state}", 0))
-        yield requests
-        yield _gauge("ledger_transfers", "Transfers in flight.", sizes.get("transfers", 0))
-        yield _gauge("ledger_records_held", "Records that wait for others.", sizes.get("records_held", 0))
+        yield _gauge("findings_waiting", "Findings, new or grown, that wait to be written up.", stats.waiting)
+        yield _counter("kills", "Requests killed.", stats.kills)
+        yield _counter("kills_withheld", "Requests that enforce mode would have killed.", stats.kills_withheld)
+        yield from _judged(stats)
         board = runtime.board
         yield _gauge("board_verdicts", "Requests that have a verdict on the board.", board.verdicts)
         yield _gauge("board_saturated", "Verdicts that found no row on the board.", board.saturated)
@@ -83,12 +68,73 @@ class GuardCollector(Collector):
         yield _gauge("abort_calls_pending", "Abort calls under way.", aborter.pending if aborter else 0)
 
 
+def _judged(stats: CoreStats) -> Iterator[Metric]:
+    """What the ledger made of it."""
+    yield _counters(
+        "records", "Records received, by span name.", ("record",),
+        (((name,), count) for name, count in stats.records.items()),
+    )  # fmt: skip
+    yield _counter("stream_gaps", "Holes in sequences, sequences that ran backwards, transfers that never began.",
+                   stats.gaps)  # fmt: skip
+    yield _counters(
+        "records_dropped", "Records beyond a limit of the ledger's, by limit.", ("limit",),
+        (((limit,), count) for limit, count in stats.dropped.items()),
+    )  # fmt: skip
+    yield _counter("records_duplicate", "Records that came twice.", stats.duplicates)
+    yield _counter("records_late", "Records that came after they were given up.", stats.late)
+    yield _gauge("streams", "Streams heard of.", stats.streams)
+    yield _latency(stats)
+    yield _gauge("ledger_pages", "Pages that the ledger follows.", stats.pages)
+    requests = GaugeMetricFamily("kvguard_ledger_requests", "Requests that the ledger knows, by state.",
+                                 labels=("state",))  # fmt: skip
+    requests.add_metric(("live",), stats.requests_live)
+    requests.add_metric(("ended",), stats.requests_ended)
+    yield requests
+    yield _gauge("ledger_transfers", "Transfers in flight.", stats.transfers)
+    yield _gauge("ledger_records_held", "Records that wait for others.", stats.records_held)
+    yield _gauge("ledger_bytes", "Memory of the ledger's tables, roughly.", stats.ledger_bytes)
+
+
+def _ring(stats: CoreStats) -> Iterator[Metric]:
+    """What came in through the ring, by lane: of those that ever had a writer."""
+    lanes = [lane for lane in stats.lanes if lane.written or lane.dropped or lane.pid]
+    for name, about, field in (
+        ("ring_records", "Records written to the ring.", "written"),
+        ("ring_records_dropped", "Records that found their lane of the ring full.", "dropped"),
+        ("ring_broken_bytes", "Bytes in the ring that were no record.", "broken"),
+    ):
+        yield _counters(name, about, ("lane",), (((str(lane.index),), getattr(lane, field)) for lane in lanes))
+    yield _gauge("ring_lanes", "Lanes of the ring.", len(stats.lanes))
+    yield _gauge("ring_lanes_taken", "Lanes of the ring that have a writer now.", sum(bool(n.pid) for n in lanes))
+    yield _gauge("ring_rows_waiting", "Rows of the ring that were not taken yet.", sum(n.waiting for n in lanes))
+
+
+def _received(receivers: dict[str, ReceiverCounts]) -> Iterator[Metric]:
+    """What came in over OTLP, by protocol."""
+    for name, about, field in (
+        ("export_calls", "OTLP messages taken.", "calls"),
+        ("export_bytes", "Bytes of OTLP messages taken.", "bytes"),
+        ("spans", "Spans received.", "read"),
+        ("spans_ignored", "Spans that are no records.", "ignored"),
+        ("spans_invalid", "Spans named like a record that break the convention.", "invalid"),
+    ):
+        yield _counters(name, about, ("protocol",), (((p,), getattr(r, field)) for p, r in receivers.items()))
+    yield _counters(
+        "export_calls_refused", "OTLP calls and connections refused, by reason.", ("protocol", "reason"),
+        (((protocol, reason), count) for protocol, r in receivers.items() for reason, count in r.refused.items()),
+    )  # fmt: skip
+
+
 class Exposition:
     """``/metrics``, in the format that the scraper asks for."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, forwarder: Forwarder | None = None) -> None:
+        """Args:
+        runtime: The guard.
+        forwarder: What forwards spans that are no records; None if they are ignored.
+        """
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(GuardCollector(runtime))
+        self._registry.register(GuardCollector(runtime, forwarder))
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str) -> tuple[bytes, str]:
@@ -123,10 +169,15 @@ def _counters(
     return family
 
 
-def _histogram(name: str, about: str, histogram: Histogram) -> Metric:
+def _latency(stats: CoreStats) -> Metric:
     total = 0
     buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
+    for bound, count in zip((*map(str, LATENCY_BOUNDS), "+Inf"), stats.latency, strict=True):
         total += count
         buckets.append((bound, total))
-    return HistogramMetricFamily(f"kvguard_{name}", about, buckets=buckets, sum_value=histogram.sum)
+    return HistogramMetricFamily(
+        "kvguard_verdict_latency_seconds",
+        "From when a record happened until it was judged.",
+        buckets=buckets,
+        sum_value=stats.latency_sum,
+    )

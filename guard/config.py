@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from guard.ledger import LedgerSettings
 from guard.policy import Policy
+from guard.receive.access import AccessError, Certificates, Tokens
 from guard.receive.address import Address
+from guard.receive.target import Target
 
 PREFIX = "KVGUARD_"
 
@@ -48,45 +50,139 @@ def _secret(value: SecretStr | None, file: str | None, name: str) -> str | None:
 class Listen(_Section):
     """Where the guard listens, and to whom."""
 
-    otlp_grpc: str = "127.0.0.1:4317"
-    """Records: ``unix:PATH`` or ``HOST:PORT``."""
+    otlp_grpc: str | None = "127.0.0.1:4317"
+    """Records over OTLP/gRPC: ``unix:PATH`` or ``HOST:PORT``; None does not listen."""
+    otlp_http: str | None = "127.0.0.1:4318"
+    """Records over OTLP/HTTP (``POST /v1/traces``, protobuf or JSON): likewise."""
     http: str = "127.0.0.1:9464"
     """``/livez``, ``/readyz`` and ``/metrics``: ``HOST:PORT``."""
     token: SecretStr | None = Field(default=None, min_length=1)
     """What senders of records must show (``authorization: Bearer TOKEN``)."""
     token_file: str | None = None
+    """Further tokens, one a line; read anew when the file changes."""
+    tls_cert_file: str | None = None
+    """The certificate chain (PEM) that the OTLP listeners show on TCP addresses, which then speak TLS only. It and
+    the two below are read anew when they change. Unix sockets stay plain."""
+    tls_key_file: str | None = None
+    tls_client_ca_file: str | None = None
+    """Senders must show a certificate that one of these signed (mTLS)."""
+    allowed_uids: list[int] | None = None
+    """Users whose processes may connect to OTLP/HTTP's Unix socket, beside root's; this user's when None. OTLP/gRPC's
+    socket is this user's and root's alone."""
     metrics_token: SecretStr | None = Field(default=None, min_length=1)
     """What readers of ``/metrics`` must show."""
     metrics_token_file: str | None = None
     insecure_bind: bool = False
-    """Allow addresses that other machines can reach, in plain text."""
+    """Allow addresses that other machines can reach, in plain text or without asking who sends."""
     max_message_mib: int = Field(default=16, ge=1, le=64)
+    """Of one message, compressed or not."""
+    max_connections: int = Field(default=256, ge=1, le=65_536)
+    """To each of the OTLP listeners."""
+    idle_timeout_s: float = Field(default=60.0, gt=0)
+    """After this OTLP/HTTP closes a connection that asks nothing."""
+    request_timeout_s: float = Field(default=30.0, gt=0)
+    """Within this a request over OTLP/HTTP must have come."""
     queue_records: int = Field(default=262_144, ge=1)
     """Records that may wait for the ledger; senders are told to come back when it is full."""
+    unknown_spans: Literal["ignore", "forward"] = "ignore"
+    """What happens to spans that are no records."""
+    forward_to: str | None = None
+    """Where they are forwarded: ``grpc://HOST:PORT``, ``grpcs://…``, ``unix:PATH`` (gRPC), ``http://HOST:PORT`` or
+    ``https://…``. At most, and never at the cost of records: what finds the queue full or the target away is dropped
+    and counted."""
+    forward_token_file: str | None = None
+    """Holds what is shown there as ``authorization: Bearer TOKEN``."""
+    forward_queue_mib: int = Field(default=16, ge=1, le=1024)
+    """Messages that may wait to be forwarded."""
 
     @model_validator(mode="after")
     def _addresses(self) -> Listen:
-        for name in ("otlp_grpc", "http"):
+        for name in ("otlp_grpc", "otlp_http", "http"):
+            text = getattr(self, name)
+            if text is None:
+                continue
             try:
-                address = Address.parse(getattr(self, name))
+                address = Address.parse(text)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            if not address.local and not self.insecure_bind:
+            if address.local or self.insecure_bind:
+                continue
+            reach = f"{name}: other machines can reach {address}"
+            if name == "http":
+                raise ValueError(f"{reach}; listen on loopback, or set listen.insecure_bind: true")
+            if self.tls_cert_file is None:
                 raise ValueError(
-                    f"{name}: other machines can reach {address}; listen on loopback or a Unix socket, "
+                    f"{reach}; listen on loopback or a Unix socket, give listen.tls_cert_file, "
+                    "or set listen.insecure_bind: true"
+                )
+            if self.tls_client_ca_file is None and self.token is None and self.token_file is None:
+                raise ValueError(
+                    f"{reach} and nobody is asked who they are; give listen.tls_client_ca_file or listen.token_file, "
                     "or set listen.insecure_bind: true"
                 )
         if Address.parse(self.http).path:
             raise ValueError(f"http: {self.http} is a Unix socket; probes and Prometheus need HOST:PORT")
         return self
 
-    def token_text(self) -> str | None:
-        """The senders' token, read from its file if it is in one.
+    @model_validator(mode="after")
+    def _tls(self) -> Listen:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            missing, given = ("cert", "key") if self.tls_cert_file is None else ("key", "cert")
+            raise ValueError(f"tls_{given}_file: needs listen.tls_{missing}_file beside it")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file: needs listen.tls_cert_file and listen.tls_key_file")
+        return self
+
+    @model_validator(mode="after")
+    def _forwarding(self) -> Listen:
+        if self.forward_to is None:
+            if self.unknown_spans == "forward":
+                raise ValueError("unknown_spans: is forward; say where to, with listen.forward_to")
+            return self
+        if self.unknown_spans != "forward":
+            raise ValueError("forward_to: does nothing unless listen.unknown_spans is forward")
+        try:
+            target = Target.parse(self.forward_to)
+        except ValueError as error:
+            raise ValueError(f"forward_to: {error}") from None
+        for name in ("otlp_grpc", "otlp_http"):
+            if (text := getattr(self, name)) is not None and target.address == Address.parse(text):
+                raise ValueError(f"forward_to: {target.address} is this guard's own listen.{name}; name another")
+        return self
+
+    def tokens(self) -> Tokens | None:
+        """What senders must show; None if nothing is asked for.
 
         Raises:
             ConfigError: The file cannot be read or is empty.
         """
-        return _secret(self.token, self.token_file, "listen.token")
+        if self.token is None and self.token_file is None:
+            return None
+        try:
+            return Tokens([self.token.get_secret_value()] if self.token is not None else [], self.token_file)
+        except AccessError as error:
+            raise ConfigError(f"listen.token_file {error}") from None
+
+    def certificates(self) -> Certificates | None:
+        """What the OTLP listeners show; None if they speak plain text.
+
+        Raises:
+            ConfigError: A file cannot be read, or they do not belong together.
+        """
+        if self.tls_cert_file is None or self.tls_key_file is None:
+            return None
+        try:
+            return Certificates(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        except AccessError as error:
+            raise ConfigError(f"listen.tls_cert_file, tls_key_file, tls_client_ca_file: {error}") from None
+
+    def forward_token_text(self) -> str | None:
+        """What is shown to `forward_to`.
+
+        Raises:
+            ConfigError: The file cannot be read or is empty.
+        """
+        return _secret(None, self.forward_token_file, "listen.forward_token")
 
     def metrics_token_text(self) -> str | None:
         """The metrics readers' token, likewise."""
@@ -110,12 +206,43 @@ class Board(_Section):
         return value
 
 
+class Ring(_Section):
+    """Shared memory through which processes on this machine hand over records, beside OTLP."""
+
+    on: bool = True
+    path: str = "/dev/shm/kvguard/ring"
+    """The file; engines are told the same. It gets mode 0600, so engine and guard run as the same user."""
+    lanes: int = Field(default=16, ge=1, le=1024)
+    """Processes' streams that can write at once."""
+    rows: int = Field(default=32_768, ge=64, le=1 << 24)
+    """Rows of 64 bytes a lane, a power of two; most records take three to five. Memory for all of them is reserved
+    when the ring is made. One that is there already is taken as it is."""
+
+    @field_validator("rows")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} is not a power of two")
+        return value
+
+
 class Incidents(_Section):
     """What the guard remembers."""
 
     path: str = "/var/lib/kvguard/incidents.db"
     keep: int = Field(default=100_000, ge=1)
     """Incidents kept; the oldest go."""
+
+
+class Journal(_Section):
+    """What the guard that takes over after this one must know: pools, epochs, live requests, and incidents that the
+    store does not have yet."""
+
+    on: bool = True
+    path: str | None = None
+    """The file; ``journal`` beside the incidents when None. It gets mode 0600."""
+    limit_mib: int = Field(default=32, ge=1, le=4096)
+    """Beyond this it is written anew from what is live."""
 
 
 class Engine(_Section):
@@ -152,11 +279,20 @@ class Config(_Section):
     mode: Literal["monitor", "enforce"] = "monitor"
     """``monitor`` judges and reports and kills nothing."""
     listen: Listen = Listen()
+    ring: Ring = Ring()
     board: Board = Board()
     incidents: Incidents = Incidents()
+    journal: Journal = Journal()
     engine: Engine = Engine()
     ledger: LedgerSettings = LedgerSettings()
     policy: Policy = Policy()
+
+    @property
+    def journal_path(self) -> str | None:
+        """The journal's file; None when there is to be none."""
+        if not self.journal.on:
+            return None
+        return self.journal.path or os.path.join(os.path.dirname(self.incidents.path), "journal")
 
     @field_validator("ledger")
     @classmethod

@@ -1,6 +1,6 @@
 """``guardd``: the sidecar's process. Puts the parts together, serves until SIGTERM, and says why if it cannot.
 
-Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address or the board is taken or
+Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address, the board or the ring is taken or
 cannot be had, 70 the ledger failed of an error of its own (start it again: what it knew is lost, and it says which
 pages it cannot vouch for).
 """
@@ -19,21 +19,22 @@ from typing import NoReturn
 import click
 
 from guard import __version__
-from guard.act.board import BoardError, BoardWriter
+from guard.act.board import BoardError
 from guard.config import Config, ConfigError, load
 from guard.health import Handler, HealthServer, Page
 from guard.incidents.recorder import Recorder
 from guard.incidents.store import StoreError
 from guard.log import log
+from guard.native._core import BoardWriter
 from guard.receive.address import Address, BindError
-from guard.receive.grpc import GrpcReceiver
+from guard.receive.forward import Forwarder
+from guard.receive.receivers import Receivers
 from guard.runtime import Runtime
 
 EXIT_CONFIG, EXIT_BIND, EXIT_FAILED = 2, 3, 70
-_SWITCH_INTERVAL_S = 0.0005
 _EXITS = (
-    "Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address or the board is taken or "
-    "cannot be had, 70 the ledger failed: start it again."
+    "Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address, the board or the ring is taken "
+    "or cannot be had, 70 the ledger failed: start it again."
 )
 
 
@@ -50,10 +51,9 @@ _EXITS = (
 def main(path: str | None, settings: tuple[str, ...]) -> None:
     """Run the guard beside an engine until SIGTERM or SIGINT.
 
-    It takes records over OTLP/gRPC, judges them, puts verdicts on the board and keeps incidents.
+    It takes records over OTLP (gRPC and HTTP) and through shared memory, judges them, puts verdicts on the board and
+    keeps incidents.
     """
-    # A receiver's thread that decodes must not keep the ledger's from a verdict for Python's usual 5 ms.
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
@@ -81,9 +81,9 @@ def serve(config: Config, stopping: threading.Event) -> bool:
         ConfigError: A secret's file cannot be read.
         StoreError: The incident store cannot be had.
         BoardError: The board cannot be had.
-        BindError: An address, or the board, is taken.
+        BindError: An address, the ring or the board is taken.
     """
-    token, metrics_token = config.listen.token_text(), config.listen.metrics_token_text()
+    metrics_token = config.listen.metrics_token_text()
     with ExitStack() as stack:
         stack.enter_context(_only_guard_of(config.board.path))
         recorder = Recorder(
@@ -96,24 +96,17 @@ def serve(config: Config, stopping: threading.Event) -> bool:
         stack.callback(health.stop)
         board = BoardWriter.create(config.board.path, requests=config.board.requests, streams=config.board.streams)
         runtime = Runtime(config, board, recorder, on_failure=stopping.set)
-        receiver = GrpcReceiver(
-            Address.parse(config.listen.otlp_grpc),
-            runtime.inbox,
-            token=token,
-            max_message_bytes=config.listen.max_message_mib << 20,
-            on_batch=runtime.counters.received,
-            on_refused=runtime.counters.refused,
-        )
-        health.pages.update(_pages(runtime, ready))
+        receivers = Receivers(config.listen, runtime.inbox, runtime.counters.receivers)
+        health.pages.update(_pages(runtime, receivers.forwarder, ready))
         runtime.start()
         stack.callback(runtime.stop)
-        address = receiver.start()
-        stack.callback(receiver.stop)
+        addresses = receivers.start()
+        stack.callback(receivers.stop)
         health.start()
         ready.set()
         print(
-            f"guardd ready mode={config.mode} otlp_grpc={address} http=http://{health.address} "
-            f"board={config.board.path} incidents={config.incidents.path}",
+            f"guardd ready mode={config.mode} {''.join(f'{n}={a} ' for n, a in addresses.items())}"
+            f"http=http://{health.address} board={config.board.path} incidents={config.incidents.path}",
             flush=True,
         )
         stopping.wait()
@@ -140,11 +133,11 @@ def _only_guard_of(board: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _pages(runtime: Runtime, ready: threading.Event) -> dict[str, Handler]:
+def _pages(runtime: Runtime, forwarder: Forwarder | None, ready: threading.Event) -> dict[str, Handler]:
     # Here alone the guard knows of its exporters, and only once it runs.
     from exporters.prometheus import Exposition
 
-    exposition = Exposition(runtime)
+    exposition = Exposition(runtime, forwarder)
 
     def livez(_headers: Mapping[str, str]) -> Page:
         return Page(200, b"ok\n") if runtime.alive else Page(503, b"the ledger does not answer\n")

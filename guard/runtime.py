@@ -1,51 +1,40 @@
-"""The guard at work: one thread that feeds the ledger and acts on what it says.
+"""The guard at work: one native thread that judges and publishes, and one of Python's that writes up what it found.
 
-A round takes what was received, judges it, and publishes: verdicts first, then the watermarks that vouch for
-them, then the heartbeat. Everything slow (the engine's abort call, the disk, the log's reader) has a thread and
-a bounded queue of its own.
+The ledger's thread never waits for Python: it takes what was received, judges it, and publishes, verdicts first, then
+the watermarks that vouch for them, then the heartbeat. Everything slow (incidents, the engine's abort call, the disk,
+the log's reader) happens behind bounded queues.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from guard.act.abort import Aborter
-from guard.act.board import BoardWriter, Verdict
 from guard.config import Config
 from guard.counters import Counters
-from guard.findings import Action, Finding
+from guard.findings import Finding
 from guard.incidents.book import Book
-from guard.incidents.recent import Recent
 from guard.incidents.recorder import Aborted, Recorder
-from guard.incidents.store import Incident
-from guard.ledger import Ledger, Request
+from guard.incidents.recovered import recovered
 from guard.log import log
-from guard.receive.inbox import Inbox, Received
-from guard.records import Record, RecordError
+from guard.native._core import BoardWriter, Core, CoreStats, Happened, Inbox, Journal, Restored
+from guard.native.ledger import core_policy, core_settings, finding_of
+from guard.receive.address import BindError
 
-_IDLE_S = 0.02
-"""Longest pause between two rounds."""
-_ADVANCE_EVERY_NS = 10_000_000
-_PUBLISH_EVERY = 256
-"""Records judged between two publications of one large message."""
-_HOUSEKEEPING_EVERY_NS = 1_000_000_000
-_CARRIED_OVER_FOR_NS = 600_000_000_000
-"""How long verdicts of the guard before this one stay in force."""
-_LATENCY_PENDING = 65_536
+_PAUSE_S = 0.2
+"""Longest pause of the thread that writes up, which is woken when there is something."""
+_SILENT_NS = 5_000_000_000
 
 
 class Runtime:
-    """Ledger, board, incidents and abort calls, and the thread that runs them.
+    """Ledger, board, incidents and abort calls, and the threads that run them.
 
     Attributes:
         inbox: Where receivers put what comes.
-        counters: What is counted.
-        sizes: What the ledger holds, as of the last second.
-        failure: The error that ended the ledger thread, if one did; the board is then closed.
+        counters: What is counted outside of the native core.
+        failure: The error that ended the guard, if one did; the board is then closed.
     """
 
     def __init__(
@@ -57,17 +46,17 @@ class Runtime:
             config: The configuration.
             board: The verdict board, whose writer the ledger thread becomes.
             recorder: Where incidents go; started and stopped here.
-            on_failure: Called from the ledger thread when it dies of an error of its own.
+            on_failure: Called from the thread that dies of an error of its own.
+
+        Raises:
+            BindError: The ring or the journal cannot be had.
         """
         self.config = config
         self.board = board
         self.recorder = recorder
         self.inbox = Inbox(config.listen.queue_records)
         self.counters = Counters()
-        self.sizes: dict[str, int] = {}
-        self.streams: dict[str, dict[str, int]] = {}
         self.failure: BaseException | None = None
-        self.last_round_ns = time.monotonic_ns()
         self.aborter: Aborter | None = None
         if config.engine.abort_url is not None:
             self.aborter = Aborter(
@@ -78,178 +67,130 @@ class Runtime:
             )
         self._enforce = config.mode == "enforce"
         self._on_failure = on_failure
-        self._ledger = Ledger(config.policy, config.ledger, self._on_finding, self._on_retire)
-        self._recent = Recent()
-        self._book = Book(config.mode, self._recent)
-        self._dirty: dict[int, tuple[Finding, bool]] = {}
-        self._killed: set[str] = set()
-        self._published: dict[str, tuple[int, int]] = {}
-        self._unjudged: dict[str, deque[tuple[int, int, int]]] = {}
-        self._aborted: deque[Aborted] = deque()
-        self._received_ns = 0
-        self._judging_ns = 0
-        """The time of the record that is being judged; 0 when it is time itself that passes."""
-        self._started_ns = time.time_ns()
-        self._clock_offset_ns = self._started_ns - time.monotonic_ns()
-        self._next_advance_ns = self._next_housekeeping_ns = 0
-        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._journal, before, unsettled = _journal(config)
+        try:
+            self._core = Core(
+                core_policy(config.policy),
+                core_settings(config.ledger),
+                enforce=self._enforce,
+                inbox=self.inbox,
+                board=board,
+                ring=config.ring.path if config.ring.on else None,
+                ring_lanes=config.ring.lanes,
+                ring_rows=config.ring.rows,
+                journal=self._journal,
+            )
+        except RuntimeError as error:
+            raise BindError(str(error)) from None
+        recorder.on_saved = self._core.settled
+        if before is not None:
+            self._core.restore(before)
+        for incident in recovered(unsettled):
+            recorder.put(incident)
+        self._book = Book(config.mode, self._core)
+        self._judging = threading.Thread(target=self._judge, name="ledger", daemon=True)
+        self._writing = threading.Thread(target=self._write_up, name="findings", daemon=True)
 
     def start(self) -> None:
         """Starts the threads."""
         self.recorder.start()
         if self.aborter is not None:
             self.aborter.start()
-        self._thread.start()
+        self._writing.start()
+        self._judging.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the ledger thread finished a round in the last five seconds."""
-        return self._thread.is_alive() and time.monotonic_ns() - self.last_round_ns < 5_000_000_000
+        """Whether the ledger finished a round in the last five seconds, and what it finds is written up."""
+        running = self._judging.is_alive() and self._writing.is_alive()
+        return running and time.monotonic_ns() - self._core.last_round_ns < _SILENT_NS
+
+    def stats(self) -> CoreStats:
+        """What the native core has counted, and what it holds."""
+        return self._core.stats()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Judges what was received, tells the engine and the disk about it, closes the board."""
         self.inbox.close()
-        self._thread.join(timeout_s)
+        self._judging.join(timeout_s)
+        self._writing.join(timeout_s)
         if self.aborter is not None:
             self.aborter.stop()
-        self._pass_on_aborted()
         self.recorder.stop()
-        if not self._thread.is_alive():
+        if not self._judging.is_alive():
             self.board.close()
+            if self._journal is not None:
+                self._journal.flush()  # that the store has now what it was given last
 
-    def _run(self) -> None:
+    def _judge(self) -> None:
         try:
-            while not self.inbox.drained:
-                self._round(self.inbox.take(_IDLE_S))
+            self._core.run()
         except BaseException as error:  # the thread's end of the world: whatever it is, say so and vouch no more
-            self.failure = error
-            self.board.close()
-            log("error", "the ledger failed; the board is closed", error=repr(error))
-            self._on_failure()
+            self._fail("the ledger failed; the board is closed", error)
             raise
-
-    def _clock_ns(self) -> int:
-        """Wall time that never jumps: what waits for a deadline must not be given up for a set clock."""
-        return time.monotonic_ns() + self._clock_offset_ns
-
-    def _round(self, received: Received | None) -> None:
-        if received is not None:
-            self._received_ns = received.received_ns
-            items = received.batch.items
-            for first in range(0, len(items), _PUBLISH_EVERY):
-                for item in items[first : first + _PUBLISH_EVERY]:
-                    self._feed(item)
-                self._publish()
-        now_ns = self._clock_ns()
-        if now_ns >= self._next_advance_ns:
-            self._next_advance_ns = now_ns + _ADVANCE_EVERY_NS
-            self._judging_ns = 0
-            self._ledger.advance(now_ns)
-            self._publish()
-        self._pass_on_aborted()
-        if now_ns >= self._next_housekeeping_ns:
-            self._next_housekeeping_ns = now_ns + _HOUSEKEEPING_EVERY_NS
-            self._keep_house()
-
-    def _feed(self, item: Record | RecordError) -> None:
-        now_ns = self._clock_ns()
-        if isinstance(item, RecordError):
-            if item.header is not None:
-                self._ledger.feed_invalid(item.header, now_ns)
-            return
-        self.counters.records[item.NAME] += 1
-        self._recent.add(item, self._received_ns)
-        self._judging_ns = item.time_ns
-        self._ledger.feed(item, now_ns)
-        unjudged = self._unjudged.get(item.stream)
-        if unjudged is None:
-            if item.stream not in self._ledger.streams:
-                return
-            unjudged = self._unjudged[item.stream] = deque(maxlen=_LATENCY_PENDING)
-        unjudged.append((item.epoch, item.seq, item.time_ns))
-
-    def _on_finding(self, finding: Finding, new: bool) -> None:
-        """Acts at once on what kills; the rest is written up when the round is over."""
-        for request in finding.kills:
-            if request not in self._killed:
-                self._kill(request, finding)
-        if finding.action is Action.QUARANTINE and finding.request is not None and self._enforce:
-            self.board.set_verdict(finding.request, Verdict.QUARANTINE, self._note(finding, finding.request).id)
-        known = self._dirty.get(id(finding))
-        self._dirty[id(finding)] = (finding, new or (known is not None and known[1]))
-
-    def _kill(self, request: str, finding: Finding) -> None:
-        self._killed.add(request)
-        incident = self._note(finding, request)
-        # What a finding names may have been innocent until a later record came: it is that one which counts.
-        incident.record_ns = max(finding.time_ns, self._judging_ns)
-        if self._enforce:
-            self.board.set_verdict(request, Verdict.KILL, incident.id)
-            incident.verdict_ns = time.time_ns()
-            self.counters.kills += 1
-            if self.aborter is not None:
-                self.aborter.abort(request, incident.id)
-        else:
-            incident.verdict_ns = time.time_ns()
-            self.counters.kills_withheld += 1
-
-    def _note(self, finding: Finding, request: str | None) -> Incident:
-        live = self._ledger.requests.get(request) if request is not None else None
-        tenant = live.tenant if live is not None else finding.tenant
-        return self._book.note(finding, request, tenant, self._received_ns)
-
-    def _on_retire(self, request: Request) -> None:
-        self._killed.discard(request.id)
-        self._book.forget(request.id)
-        self.board.clear(request.id)
-
-    def _publish(self) -> None:
-        if self._dirty:
-            self._write_up()
-        self.counters.stream_gaps, self.counters.records_dropped = self._ledger.gaps, self._ledger.dropped
-        done_ns = time.time_ns()
-        for name, stream in self._ledger.streams.items():
-            mark = (stream.epoch, stream.processed)
-            if self._published.get(name) != mark:
-                self._published[name] = mark
-                self.board.advance(name, *mark)
-                self._observe(name, mark, done_ns)
-        self.board.heartbeat()
-        self.last_round_ns = time.monotonic_ns()
-
-    def _observe(self, stream: str, mark: tuple[int, int], done_ns: int) -> None:
-        unjudged = self._unjudged.get(stream)
-        while unjudged and unjudged[0][:2] <= mark:
-            self.counters.latency.observe(max(0, done_ns - unjudged.popleft()[2]) / 1e9)
+        finally:
+            if self.failure is not None:
+                self.board.close()
 
     def _write_up(self) -> None:
-        dirty, self._dirty = self._dirty, {}
-        for finding, new in dirty.values():
-            requests: set[Any] = set(finding.kills) or {finding.request}
-            incidents = [self._note(finding, request).id for request in sorted(requests, key=str)]
-            if new:
-                self.counters.findings[finding.kind, finding.action] += 1
-                body = {k: v for k, v in finding.as_json().items() if v not in (None, [], "")}
-                log("warning", "finding", mode=self.config.mode, incidents=incidents, **body, reason=finding.reason)
+        try:
+            while (happened := self._core.take(_PAUSE_S)) is not None:
+                self._act_on(happened)
+        except BaseException as error:
+            self._fail("findings cannot be written up; the board is closed", error)
+            # The ledger's thread closes the board once it is through with what it has.
+            self._core.abandon()
+            raise
+
+    def _fail(self, event: str, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+            log("error", event, error=repr(error))
+            self._on_failure()
+
+    def _act_on(self, happened: list[Happened]) -> None:
+        for what in happened:
+            if not what.over:
+                self._on_finding(what)
         for saved in self._book.take_changed():
             self.recorder.put(saved)
+        # Behind the incidents themselves: what the engine says to the call is put into them.
+        for incident in self._book.take_killed():
+            if self._enforce and self.aborter is not None and incident.request is not None:
+                self.aborter.abort(incident.request, incident.id)
+        for what in happened:
+            if what.over:
+                self._book.forget(what.incidents[0].id)
 
-    def _pass_on_aborted(self) -> None:
-        while self._aborted:
-            self.recorder.put(self._aborted.popleft())
+    def _on_finding(self, what: Happened) -> None:
+        finding = finding_of(what.finding)
+        incidents = [self._book.note(finding, state, what.received_ns).id for state in what.incidents]
+        if what.fresh:
+            self.counters.findings[finding.kind, finding.action] += 1
+            self._tell(finding, sorted(incidents))
 
-    def _keep_house(self) -> None:
-        self.sizes = self._ledger.sizes
-        self.streams = {
-            name: {"duplicates": stream.duplicates, "late": stream.late}
-            for name, stream in self._ledger.streams.items()
-        }
-        if self._started_ns and time.time_ns() - self._started_ns > _CARRIED_OVER_FOR_NS:
-            self.board.expire(self._started_ns)
-            self._started_ns = 0
+    def _tell(self, finding: Finding, incidents: list[str]) -> None:
+        body = {k: v for k, v in finding.as_json().items() if v not in (None, [], "")}
+        log("warning", "finding", mode=self.config.mode, incidents=incidents, **body, reason=finding.reason)
 
     def _on_aborted(self, incident: str, time_ns: int, result: str) -> None:
         level = "warning" if result.startswith("failed") else "info"
         log(level, "abort call", incident=incident, result=result)
-        # By way of the ledger thread: the incident itself has to be in the recorder's queue before.
-        self._aborted.append(Aborted(incident, time_ns, result))
+        self.recorder.put(Aborted(incident, time_ns, result))
+
+
+def _journal(config: Config) -> tuple[Journal | None, Restored | None, list[bytes]]:
+    path = config.journal_path
+    if path is None:
+        return None, None, []
+    try:
+        journal, before, unsettled = Journal.open(path, config.journal.limit_mib << 20)
+    except RuntimeError as error:
+        raise BindError(str(error)) from None
+    if before.streams or before.pools or before.requests:
+        log(
+            "info", "took over from an earlier guard", streams=len(before.streams), pools=len(before.pools),
+            requests=len(before.requests), incidents=len(unsettled),
+        )  # fmt: skip
+        return journal, before, unsettled
+    return journal, None, unsettled

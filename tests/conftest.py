@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import ledger_rig
 import pytest
 import ring_rig
 from engine_fixtures import RunningEngine, running_engine
@@ -43,3 +44,10 @@ def start_writer(ring_path: str) -> Iterator[ring_rig.Start]:
     """Starts processes that write into the ring, see `ring_rig`."""
     with ring_rig.writers(ring_path) as start:
         yield start
+
+
+@pytest.fixture(params=ledger_rig.LEDGERS)
+def each_ledger(request: pytest.FixtureRequest) -> Iterator[str]:
+    """See `ledger_rig.both_ledgers`."""
+    with ledger_rig.ledgers_are(request.param):
+        yield request.param

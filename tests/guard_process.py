@@ -55,7 +55,8 @@ class Guardd:
         self.socket = f"unix:{directory}/run/otlp.sock"
         values: dict[str, Any] = {
             "mode": "enforce",
-            "listen": {"otlp_grpc": self.socket, "http": "127.0.0.1:0"},
+            "listen": {"otlp_grpc": self.socket, "otlp_http": "127.0.0.1:0", "http": "127.0.0.1:0"},
+            "ring": {"path": f"{directory}/run/ring", "rows": 4096},
             "board": {"path": str(self.board_path)},
             "incidents": {"path": str(self.incidents_path)},
         }
@@ -69,7 +70,7 @@ class Guardd:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.url = ""
+        self.url = self.otlp_http = ""
         self._errors: list[str] = []
         self._reading = threading.Thread(target=self._read_errors, daemon=True)
         self._reading.start()
@@ -79,6 +80,7 @@ class Guardd:
             assert line.startswith("guardd ready"), self.stderr()
             fields = dict(field.split("=", 1) for field in line.split()[2:])
             self.url, self.socket = fields["http"], fields["otlp_grpc"]
+            self.otlp_http = fields["otlp_http"]
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None

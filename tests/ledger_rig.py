@@ -6,10 +6,16 @@ The first letter of a request is its tenant: ``a1`` belongs to ``tenant-a``. Str
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import msgspec
+import pytest
 
 from guard.findings import Finding, Kind
-from guard.ledger import Ledger, LedgerSettings, Request
+from guard.ledger import Ledger, LedgerSettings
+from guard.native.ledger import Ledger as NativeLedger
 from guard.policy import Policy
 from guard.records import (
     Admit,
@@ -39,6 +45,29 @@ ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "r": Role.ROUTER, "u": Role.UNIFIE
 MS = 1_000_000
 
 
+LEDGERS: dict[str, Callable[..., Any]] = {"python": Ledger, "native": NativeLedger}
+_which = ["python"]
+
+both_ledgers = pytest.mark.usefixtures("each_ledger")
+"""The test is run with either ledger: `make_ledger` makes that one."""
+
+python_only = pytest.mark.parametrize("each_ledger", ["python"], indirect=True)
+"""For a test that looks into the Python ledger."""
+
+
+@contextmanager
+def ledgers_are(name: str) -> Iterator[None]:
+    """Meanwhile `make_ledger` makes that one."""
+    _which.append(name)
+    yield
+    _which.pop()
+
+
+def make_ledger(*arguments: Any) -> Any:
+    """A ledger, of the sort that the test is about: the Python one, unless it is about both."""
+    return LEDGERS[_which[-1]](*arguments)
+
+
 def pages(text: str) -> PageSet:
     return PageSet.parse(text)
 
@@ -59,10 +88,10 @@ class Rig:
         self, policy: Policy | None = None, *, window_ms: float | None = None, pools: str = "p d", **settings: float
     ) -> None:
         self.found: list[Finding] = []
-        self.retired: list[Request] = []
+        self.retired: list[Any] = []
         self.told = 0
         """Calls of `on_finding`."""
-        self.ledger = Ledger(
+        self.ledger = make_ledger(
             policy,
             LedgerSettings.model_validate({"reorder_window_ms": window_ms, **settings}),
             self._on_finding,

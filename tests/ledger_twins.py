@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from guard.findings import Finding
 from guard.ledger import Ledger, LedgerSettings
+from guard.ledger.restored import Restored
 from guard.native import _core
 from guard.native.ledger import Ledger as NativeLedger
 from guard.policy import Policy
@@ -98,7 +99,9 @@ def difference(a: dict[str, object], b: dict[str, object]) -> str:
     return "\n".join(lines)
 
 
-def differ(policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch: int = 1) -> str:
+def differ(
+    policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch: int = 1, before: Restored | None = None
+) -> str:
     """Runs both; what differs, empty when nothing does.
 
     Args:
@@ -106,8 +109,12 @@ def differ(policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch
         settings: For both.
         ops: What is done with them.
         batch: How many records the native one is given at once; they are compared after each batch.
+        before: What both know of a guard before them.
     """
     python, native = Twin(Ledger, policy, settings), Twin(NativeLedger, policy, settings)
+    if before is not None:
+        python.ledger.restore(before)
+        native.ledger.restore(before)
     for first in range(0, len(ops), batch):
         for now_ns, group in groupby(ops[first : first + batch], key=lambda op: op.now_ns):
             rows = _core.Rows()
@@ -133,19 +140,23 @@ def differ(policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch
     return difference(python.state(), native.state())
 
 
-def assert_alike(policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch: int = 1) -> None:
+def assert_alike(
+    policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch: int = 1, before: Restored | None = None
+) -> None:
     """Both ledgers say the same; otherwise fails with the shortest input found that shows the difference."""
-    if not differ(policy, settings, ops, batch):
+    if not differ(policy, settings, ops, batch, before):
         return
-    ops = minimal(policy, settings, ops, batch)
+    ops = minimal(policy, settings, ops, batch, before)
     told = "\n".join(f"  {op}" for op in ops)
     raise AssertionError(
-        f"the ledgers differ under {policy!r}\n{settings!r}, batches of {batch}, over\n{told}\n"
-        f"{differ(policy, settings, ops, batch)}"
+        f"the ledgers differ under {policy!r}\n{settings!r}, batches of {batch}, after {before!r}, over\n{told}\n"
+        f"{differ(policy, settings, ops, batch, before)}"
     )
 
 
-def minimal(policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch: int = 1) -> list[Op]:
+def minimal(
+    policy: Policy | None, settings: LedgerSettings, ops: list[Op], batch: int = 1, before: Restored | None = None
+) -> list[Op]:
     """Leaves out what the difference does not need."""
     until = time.monotonic() + _MINIMISE_S
     size = len(ops) // 2
@@ -153,7 +164,7 @@ def minimal(policy: Policy | None, settings: LedgerSettings, ops: list[Op], batc
         start = 0
         while start < len(ops) and time.monotonic() < until:
             fewer = ops[:start] + ops[start + size :]
-            if differ(policy, settings, fewer, batch):
+            if differ(policy, settings, fewer, batch, before):
                 ops = fewer
             else:
                 start += size

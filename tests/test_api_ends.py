@@ -25,7 +25,8 @@ from fake_fleet import (
 )
 
 from engine.messages import Abort, Generate, Hello, Prefill, Tokens
-from guard.act.board import BoardWriter, Verdict
+from guard.act.board import Verdict
+from guard.native._core import BoardWriter
 from guard.records import Outcome
 
 COMPLETIONS = "/v1/completions"

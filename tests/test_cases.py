@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_rig import both_ledgers, make_ledger
 
 from guard.config import load
 from guard.findings import Finding
-from guard.ledger import Ledger
 from guard.receive.otlp import parse_json_line
 from guard.records import PageSet, Record
+
+pytestmark = both_ledgers
 
 CASES = Path(__file__).parent / "data" / "cases"
 NAMES = sorted(path.stem for path in CASES.glob("*.jsonl"))
@@ -30,7 +32,7 @@ def judged(records: list[Record], arguments: list[str]) -> tuple[list[dict[str, 
     """Findings and verdicts under a case's arguments."""
     config = load(environ={}, settings=[word for word in arguments if word != "--set"])
     found: list[Finding] = []
-    ledger = Ledger(
+    ledger = make_ledger(
         config.policy,
         config.ledger.model_copy(update={"reorder_window_ms": None}),
         lambda finding, new: found.append(finding) if new else None,

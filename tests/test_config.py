@@ -19,11 +19,17 @@ def write(tmp_path: Path):  # type: ignore[no-untyped-def]
     return write
 
 
+def shown(config: Config, token: bytes) -> bool:
+    tokens = config.listen.tokens()
+    return tokens is not None and tokens.accept(b"Bearer " + token)
+
+
 def test_defaults() -> None:
     config = load(environ={})
     assert config == Config()
     assert config.mode == "monitor"
     assert config.listen.otlp_grpc == "127.0.0.1:4317"
+    assert config.listen.otlp_http == "127.0.0.1:4318"
     assert config.listen.http == "127.0.0.1:9464"
     assert config.board.path == "/dev/shm/kvguard/board"
     assert config.ledger.reorder_window_ms == 200
@@ -48,7 +54,7 @@ policy:
         ),
         environ={},
     )
-    assert config.listen.token_text() == "0123"
+    assert shown(config, b"0123")
     assert config.engine.key_text() == "secret"
     assert config.ledger.reorder_window_ms == 50
     assert config.policy.action(Kind.FOREIGN_READ) is Action.ALERT
@@ -75,7 +81,7 @@ def test_environment_over_file_and_set_over_both(write) -> None:  # type: ignore
     assert config.mode == "enforce"
     assert config.ledger.leak_grace_s == 3
     assert config.ledger.reorder_window_ms == 10
-    assert config.listen.token_text() == "0012", "a token that looks like a number stays as it is"
+    assert shown(config, b"0012"), "a token that looks like a number stays as it is"
     assert config.policy.action(Kind.PAGE_LEAK) is Action.OBSERVE
     assert config.policy.action(Kind.DOUBLE_FREE) is Action.KILL
     assert load(path, environ={}, settings=["engine.abort_url=null"]).engine.abort_url is None
@@ -91,7 +97,29 @@ def test_environment_over_file_and_set_over_both(write) -> None:  # type: ignore
             "listen:\n  http: 0.0.0.0:9464\n",
             r"guard\.yaml:2: listen\.http: other machines can reach 0\.0\.0\.0:9464.*insecure_bind",
         ),
-        ("listen:\n  otlp_grpc: example.org:4317\n", r"listen\.otlp_grpc: other machines can reach"),
+        ("listen:\n  otlp_grpc: example.org:4317\n", r"listen\.otlp_grpc: other machines can reach.*tls_cert_file"),
+        ("listen:\n  otlp_http: 0.0.0.0:4318\n", r"listen\.otlp_http: other machines can reach.*tls_cert_file"),
+        (
+            "listen: {otlp_http: '0.0.0.0:4318', tls_cert_file: c, tls_key_file: k}\n",
+            r"listen\.otlp_http: .* nobody is asked who they are; give listen\.tls_client_ca_file or .*token_file",
+        ),
+        (
+            "listen: {http: '0.0.0.0:9464', tls_cert_file: c, tls_key_file: k, token: t}\n",
+            r"listen\.http: other machines can reach",
+        ),
+        ("listen: {tls_cert_file: c}\n", r"listen\.tls_cert_file: needs listen\.tls_key_file"),
+        ("listen: {tls_key_file: k}\n", r"listen\.tls_key_file: needs listen\.tls_cert_file"),
+        ("listen: {tls_client_ca_file: a}\n", r"listen\.tls_client_ca_file: needs listen\.tls_cert_file"),
+        ("listen: {unknown_spans: forward}\n", r"listen\.unknown_spans: is forward; say where to.*forward_to"),
+        ("listen: {unknown_spans: drop}\n", r"listen\.unknown_spans: "),
+        ("listen: {forward_to: 'http://h'}\n", r"listen\.forward_to: does nothing unless listen\.unknown_spans"),
+        ("listen: {unknown_spans: forward, forward_to: 'h:1'}\n", r"listen\.forward_to: 'h:1' is none of grpc://"),
+        ("listen: {unknown_spans: forward, forward_to: 'grpc://h'}\n", r"listen\.forward_to: 'h' is neither"),
+        ("listen: {unknown_spans: forward, forward_to: 'http://u:p@h'}\n", r"listen\.forward_to: .* is not http://"),
+        (
+            "listen: {unknown_spans: forward, forward_to: 'http://127.0.0.1:4318/v1/traces'}\n",
+            r"listen\.forward_to: 127\.0\.0\.1:4318 is this guard's own listen\.otlp_http",
+        ),
         ("listen: {otlp_grpc: nowhere}\n", "neither unix:PATH nor HOST:PORT"),
         ("listen: {otlp_grpc: 'unix:relative'}\n", "must be absolute"),
         ("listen: {otlp_grpc: '127.0.0.1:99999'}\n", "neither unix:PATH nor HOST:PORT"),
@@ -153,11 +181,12 @@ def test_secrets_in_files(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("swordfish\n")
     config = load(environ={}, settings=[f"listen.token_file={file}", f"engine.admin_key_file={file}"])
-    assert config.listen.token_text() == config.engine.key_text() == "swordfish"
+    assert shown(config, b"swordfish")
+    assert config.engine.key_text() == "swordfish"
     assert config.listen.metrics_token_text() is None
     file.write_text(" \n")
     with pytest.raises(ConfigError, match=r"listen\.token_file .* is empty"):
-        config.listen.token_text()
+        config.listen.tokens()
     file.unlink()
     with pytest.raises(ConfigError, match=r"engine\.admin_key_file .* No such file"):
         config.engine.key_text()
@@ -172,6 +201,9 @@ def test_an_error_never_shows_a_secret(write) -> None:  # type: ignore[no-untype
 def test_insecure_bind_is_the_operators_word() -> None:
     config = load(environ={}, settings=["listen.otlp_grpc=0.0.0.0:4317", "listen.insecure_bind=true"])
     assert config.listen.otlp_grpc == "0.0.0.0:4317"
+    load(environ={}, settings=[
+        "listen.otlp_http=0.0.0.0:4318", "listen.tls_cert_file=c", "listen.tls_key_file=k", "listen.token_file=t",
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(

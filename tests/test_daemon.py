@@ -51,13 +51,14 @@ def test_from_spans_to_verdict_abort_incident_and_metrics(guardd: Callable[..., 
     assert {r["attributes"].get("kv.request.id") for r in found.records} == {None, "r1", "r2"}
 
     metrics = guard.metrics()
-    assert metrics["kvguard_spans_total"] == 32
+    assert metrics['kvguard_spans_total{protocol="grpc"}'] == 32
     assert metrics['kvguard_records_total{record="kv.read"}'] == 2
     assert metrics['kvguard_findings_total{action="kill",kind="foreign-read"}'] == 1
     assert metrics["kvguard_kills_total"] == 1
     assert metrics["kvguard_kills_withheld_total"] == 0
     assert metrics["kvguard_board_verdicts"] == 1
     assert metrics["kvguard_verdict_latency_seconds_count"] == 32
+    assert metrics["kvguard_ring_lanes"] == 16
     assert metrics['kvguard_abort_calls_total{result="ok"}'] == 1
     assert metrics["kvguard_incident_write_failures_total"] == 0
 
@@ -140,7 +141,7 @@ def test_a_second_guard_on_the_same_board_refuses(guardd: Callable[..., Guardd],
     assert first.board().alive()
 
 
-@pytest.mark.parametrize("listener", ["otlp_grpc", "http"])
+@pytest.mark.parametrize("listener", ["otlp_grpc", "otlp_http", "http"])
 def test_an_occupied_port_ends_with_3(guardd: Callable[..., Guardd], listener: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -9,7 +9,8 @@ import pytest
 
 from engine.config import GuardConfig
 from engine.gate import Gate, Refuse, Release
-from guard.act.board import BoardWriter, Verdict
+from guard.act.board import Verdict
+from guard.native._core import BoardWriter
 
 STREAM, EPOCH = "decode-0", 7
 

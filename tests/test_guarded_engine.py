@@ -101,7 +101,7 @@ def test_a_correct_engine_has_no_finding(correct: Guarded) -> None:
     assert correct.findings() == {}
     metrics = correct.guard.metrics()
     assert metrics["kvguard_stream_gaps_total"] == 0
-    assert metrics["kvguard_spans_invalid_total"] == 0
+    assert metrics['kvguard_spans_invalid_total{protocol="grpc"}'] == 0
 
 
 def test_a_correct_engine_over_tcp_in_pieces_has_no_finding() -> None:

@@ -19,7 +19,7 @@ ROOMS = ("guard", "engine", "hooks", "exporters")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 HEAVY = (
-    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "httptools", "uvloop", "blake3",
+    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "blake3",
 )  # fmt: skip
 """Import names of the `engine` extra."""
 
@@ -203,8 +203,9 @@ def test_the_base_install_judges_traces_without_torch() -> None:
 
 def test_the_base_install_runs_the_sidecar_without_torch(tmp_path: Path) -> None:
     settings = [
-        f"listen.otlp_grpc=unix:{tmp_path}/otlp.sock", "listen.http=127.0.0.1:0", f"board.path={tmp_path}/board",
-        f"incidents.path={tmp_path}/incidents.db",
+        f"listen.otlp_grpc=unix:{tmp_path}/otlp.sock", f"listen.otlp_http=unix:{tmp_path}/http.sock",
+        "listen.http=127.0.0.1:0", f"board.path={tmp_path}/board", f"incidents.path={tmp_path}/incidents.db",
+        f"ring.path={tmp_path}/ring",
     ]  # fmt: skip
     done = without(
         NOT_IN_BASE,

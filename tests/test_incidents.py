@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from guard.findings import Action, Finding, Kind
-from guard.incidents.book import Book, new_id
-from guard.incidents.recent import Recent
+from guard.incidents.book import ACTED, Book
 from guard.incidents.recorder import Aborted, Recorder, Saved
 from guard.incidents.store import Evidence, Incident, Store, StoreError
-from guard.records import Admit, PageSet, Pool, Read, Role
+from guard.native._core import Recent, Rows
+from guard.records import Admit, PageSet, Read, Record
 
 
 def incident(name: str = "inc-1", **fields: object) -> Incident:
@@ -136,9 +136,12 @@ def test_the_recorder_writes_in_order_and_drains(tmp_path: Path) -> None:
     recorder.put(Saved(incident(), [Evidence(read(1), 1)]))
     recorder.put(Aborted("inc-1", 9, "status 200"))
     recorder.put(Saved(incident(updated_ns=99), []))
+    saved: list[str] = []
+    recorder.on_saved = saved.extend
     recorder.start()
     recorder.stop()
     assert (recorder.written, recorder.failures, recorder.dropped, recorder.depth) == (3, 0, 0, 0)
+    assert saved == ["inc-1", "inc-1"]
     found = Store.open(tmp_path / "i.db").get("inc-1")
     assert found is not None
     assert (found.updated_ns, found.abort_result) == (99, "status 200")
@@ -194,83 +197,80 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     assert Store.open(tmp_path / "i.db").count() == 2
 
 
-def test_ids_are_short_and_differ() -> None:
-    ids = {new_id() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(len(i) == 14 and i.startswith("inc-") and i == i.lower() and i.isascii() for i in ids)
+class State:
+    """What the native core says of an incident."""
+
+    def __init__(self, name: str, request: str | None = "r2", tenant: str | None = "tenant-b", **times: int) -> None:
+        self.id, self.request, self.tenant = name, request, tenant
+        self.record_ns, self.received_ns = times.get("record_ns", 0), times.get("received_ns", 0)
+        self.verdict_ns = times.get("verdict_ns", 0)
 
 
-def test_recent_records_are_bounded() -> None:
-    recent = Recent(per_request=3, records=10)
-    for seq in range(8):
-        recent.add(read(seq, request="r1"), seq)
-    for n in range(2, 6):
-        for seq in range(2):
-            recent.add(read(seq, request=f"r{n}"), seq)
-    assert len(recent) == 8 + 0  # r1, quiet longest, was forgotten
-    assert recent.evidence(["r1"], [], set()) == []
-    recent.add(Pool(stream="decode-0", epoch=1, seq=0, pages=1, page_tokens=1, page_bytes=1, role=Role.DECODE,
-                    context_limit=1), 5)  # fmt: skip
-    evidence = recent.evidence(["r5", "unknown"], ["decode-0"], {("decode-0", 1, 1)})
-    assert sorted((e.record.NAME, e.record.seq, e.offending) for e in evidence) == [
-        ("kv.pool", 0, False),
-        ("kv.read", 0, False),
-        ("kv.read", 1, True),
-    ]
-    for seq in range(100):
-        recent.add(read(seq, request="r9"), seq)
-    assert len(recent) <= 10
-    assert [e.record.seq for e in recent.evidence(["r9"], [], set())] == [97, 98, 99]
+def kept(*records: tuple[Record, int]) -> Recent:
+    recent = Recent(1 << 20)
+    for record, received_ns in records:
+        rows = Rows()
+        rows.append(record)
+        recent.add(rows, received_ns)
+    return recent
 
 
-def test_the_book_groups_findings_by_request() -> None:
-    recent = Recent()
-    recent.add(read(3), 55)
-    recent.add(Admit(stream="decode-0", epoch=1, seq=0, time_ns=1, request="r1", tenant="tenant-a", tokens=1), 50)
-    book = Book("enforce", recent)
-    first = book.note(finding(), "r2", "tenant-b", 60)
-    second = book.note(finding(Kind.TAINTED_RESPONSE, seq=4), "r2", "tenant-b", 61)
+def test_the_book_groups_findings_by_incident() -> None:
+    admit = Admit(stream="decode-0", epoch=1, seq=0, time_ns=1, request="r1", tenant="tenant-a", tokens=1)
+    book = Book("enforce", kept((read(3), 55), (admit, 50)))
+    state = State("inc-1")
+    first = book.note(finding(), state, 60)
+    second = book.note(finding(Kind.TAINTED_RESPONSE, seq=4), state, 61)
     assert first is second
     ((saved, evidence),) = book.take_changed()
-    assert saved.id == first.id
+    assert saved.id == "inc-1"
     assert (saved.kind, saved.action, saved.disclosed) == ("foreign-read", "killed", True)
     assert [f["kind"] for f in saved.findings] == ["foreign-read", "tainted-response"]
     assert {(e.record.request, e.offending) for e in evidence} == {("r1", False), ("r2", True)}
     assert (saved.record_ns, saved.received_ns) == (103, 55), "the offending record's own time of arrival"
     assert book.take_changed() == []
-    book.forget("r2")
-    assert book.note(finding(), "r2", "tenant-b", 60).id != first.id
+    book.forget("inc-1")
+    assert book.note(finding(), State("inc-1"), 60) is not first
+
+
+def test_a_kill_is_told_once_with_its_times() -> None:
+    book = Book("enforce", kept())
+    book.note(finding(), State("inc-1"), 60)
+    assert book.take_killed() == []
+    state = State("inc-1", record_ns=103, received_ns=70, verdict_ns=80)
+    for _ in range(2):
+        incident = book.note(finding(), state, 90)
+    assert (incident.record_ns, incident.received_ns, incident.verdict_ns) == (103, 70, 80)
+    assert book.take_killed() == [incident]
+    assert book.take_killed() == []
 
 
 def test_monitor_mode_says_what_it_would_have_done() -> None:
-    book = Book("monitor", Recent())
-    assert book.note(finding(), "r2", "tenant-b", 1).action == "observed: would kill"
-    assert book.note(finding(Kind.FREE_IN_FLIGHT, Action.QUARANTINE), "r3", "t", 1).action == (
-        "observed: would quarantine"
-    )
-    assert book.note(finding(Kind.PAGE_LEAK, Action.ALERT), "r4", "t", 1).action == "alerted"
+    book = Book("monitor", kept())
+    assert book.note(finding(), State("inc-1"), 1).action == "observed: would kill"
+    quarantine = finding(Kind.FREE_IN_FLIGHT, Action.QUARANTINE)
+    assert book.note(quarantine, State("inc-2"), 1).action == "observed: would quarantine"
+    assert book.note(finding(Kind.PAGE_LEAK, Action.ALERT), State("inc-3"), 1).action == "alerted"
 
 
 def test_the_strongest_action_stands_and_only_the_killed_are_killed() -> None:
-    book = Book("enforce", Recent())
-    assert book.note(finding(Kind.DOUBLE_FREE, Action.ALERT), "r2", "t", 1).action == "alerted"
-    assert book.note(finding(), "r2", "t", 1).action == "killed"
-    assert book.note(finding(Kind.PAGE_LEAK, Action.OBSERVE), "r2", "t", 1).action == "killed"
+    book = Book("enforce", kept())
+    state = State("inc-1")
+    assert book.note(finding(Kind.DOUBLE_FREE, Action.ALERT), state, 1).action == "alerted"
+    assert book.note(finding(), state, 1).action == "killed"
+    assert book.note(finding(Kind.PAGE_LEAK, Action.OBSERVE), state, 1).action == "killed"
     writer = finding(Kind.FOREIGN_WRITE, request="r1", subjects={"r2"})
-    assert book.note(writer, "r1", "t", 1).action == "alerted", "the late writer itself is not killed"
+    late = State("inc-2", "r1", "t")
+    assert book.note(writer, late, 1).action == "alerted", "the late writer itself is not killed"
 
 
-def test_findings_of_no_request_have_an_incident_a_pool() -> None:
-    book = Book("enforce", Recent())
-    gap = finding(Kind.STREAM_GAP, Action.ALERT, request=None, tenant=None, subjects=set())
-    other = finding(Kind.STREAM_GAP, Action.ALERT, request=None, tenant=None, subjects=set(), pool="decode-1")
-    assert book.note(gap, None, None, 1).id == book.note(gap, None, None, 1).id
-    assert book.note(other, None, None, 1).id != book.note(gap, None, None, 1).id
+def test_what_was_done_is_said_for_every_action() -> None:
+    assert set(ACTED) == {(mode, action) for mode in ("enforce", "monitor") for action in Action}
 
 
 def test_the_book_is_bounded() -> None:
-    book = Book("enforce", Recent(), limit=10)
+    book = Book("enforce", kept(), limit=10)
     for n in range(50):
-        book.note(finding(request=f"r{n}", subjects={f"r{n}"}), f"r{n}", "t", 1)
+        book.note(finding(request=f"r{n}", subjects={f"r{n}"}), State(f"inc-{n}", f"r{n}"), 1)
     assert len(book._open) == 10
     assert len(book.take_changed()) == 50, "each was still handed over"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rig import Rig, pages
+from ledger_rig import Rig, both_ledgers, pages
 
 from guard.findings import Kind
 from guard.records import Scope
+
+pytestmark = both_ledgers
 
 # foreign-read
 

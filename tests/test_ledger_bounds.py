@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rig import Rig, pages
+from ledger_rig import Rig, both_ledgers, pages, python_only
 
 from guard.findings import Confidence, Finding, Kind
 from guard.ledger.limits import BLOCK, LIMITS, MAX_PAGE_TRANSFERS
 from guard.policy import Policy
 from guard.records import Alloc, Pool, Record, Role, Scrub
+
+pytestmark = both_ledgers
 
 
 def dropped(rig: Rig) -> dict[str, int]:
@@ -193,6 +195,7 @@ def test_all_limits_share_one_finding_and_the_earliest_record_names_it() -> None
 # What is kept of one request, page or finding
 
 
+@python_only
 def test_reads_kept_of_a_request_are_bounded() -> None:
     rig = Rig()
     rig.prefilled("a1", "0-3")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rig import Rig, pages
+from ledger_rig import Rig, both_ledgers, pages
 
 from guard.findings import Action, Kind, Severity
+
+pytestmark = both_ledgers
 
 # tainted-response, wrong-status
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ledger_rig import both_ledgers, make_ledger
 from test_ledger_properties import interleaved, judge
 
 from guard.findings import Finding, Kind
-from guard.ledger import Ledger, LedgerSettings
+from guard.ledger import LedgerSettings
 from guard.policy import Policy
 from guard.records import (
     Admit,
@@ -37,6 +38,8 @@ from guard.records import (
     TransferStatus,
     Write,
 )
+
+pytestmark = both_ledgers
 
 
 class Garbage:
@@ -158,7 +161,7 @@ def test_no_stream_of_valid_records_breaks_the_ledger(seed: int, count: int) -> 
         rng.shuffle(records)
     live = rng.random() < 0.6
     found: list[Finding] = []
-    ledger = Ledger(
+    ledger = make_ledger(
         Policy(
             digests="require", scrub="require", prefix_sharing=rng.choice(["isolate", "permit"]),
             on_degraded=rng.choice(["alert", "act"]),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rig import Rig, pages
+from ledger_rig import Rig, both_ledgers, pages
 
 from guard.findings import Kind
+
+pytestmark = both_ledgers
 
 
 def test_a_destination_given_up_before_its_writer_was_done() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from guard_process import until
-from ledger_rig import Rig
+from ledger_rig import Rig, both_ledgers
 
-from guard.act.board import BoardWriter
 from guard.config import load
 from guard.findings import Kind
 from guard.incidents.recorder import Recorder
-from guard.receive.otlp import Batch
+from guard.native._core import BoardWriter, Rows
 from guard.runtime import Runtime
+
+pytestmark = both_ledgers
 
 
 def test_a_stream_holds_back_only_so_much() -> None:
@@ -99,12 +100,17 @@ def test_the_guards_counters_are_the_ledgers(tmp_path: Path) -> None:
     for stream in ("d2", "d3"):
         rig.admit(stream, "a1")
     board = BoardWriter.create(tmp_path / "board")
-    config = load(environ={}, settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0"])
+    config = load(
+        environ={}, settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0", "ring.on=false", "journal.on=false"]
+    )
     runtime = Runtime(config, board, Recorder(str(tmp_path / "incidents.db")))
-    assert runtime.inbox.put(Batch(items=list(rig.log), read=len(rig.log)), 1)
+    rows = Rows()
+    for record in rig.log:
+        rows.append(record)
+    assert runtime.inbox.put(rows, 1)
     runtime.start()
-    until(lambda: runtime.counters.stream_gaps == 3)
-    assert runtime.counters.records_dropped == 2
+    until(lambda: runtime.stats().gaps == 3)
+    assert runtime.stats().dropped["streams"] == 2
     runtime.stop()
     board.close()
 

@@ -9,18 +9,21 @@ from typing import ClassVar
 import msgspec
 import pytest
 from engine_model import Model
+from engine_runs import CORRECT, recorded
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ledger_rig import Rig, who
 from ledger_twins import Op, assert_alike, feeds
+from restored_from import restored_from
 from test_cases import NAMES, arguments_of, interleaved, records_of
 from test_ledger_fuzz import Garbage
-from test_ledger_properties import BUGS, buggy, random_choices
+from test_ledger_properties import BUGS, buggy, judge, random_choices
 from test_ledger_properties import interleaved as interleaved_at_speeds
 
 from guard.config import load
+from guard.demo.scenarios import SCENARIOS, Scenario
 from guard.findings import Action, Kind
-from guard.ledger import LedgerSettings
+from guard.ledger import Ledger, LedgerSettings
 from guard.policy import Policy
 from guard.records import (
     PageSet,
@@ -243,6 +246,29 @@ def test_a_crowd_beyond_the_limits(seed: int, count: int) -> None:
     check(disturbed(records, rng) if rng.random() < 0.2 else records, rng, tight=rng.random() < 0.8)
 
 
+@many(1500)
+@given(seed=SEEDS, count=st.integers(1, 150), kind=st.sampled_from(["model", "garbage", "dense", "crowd"]))
+def test_after_a_restart_of_the_guard(seed: int, count: int, kind: str) -> None:
+    """What was journalled may be behind, and records come again or were missed meanwhile."""
+    rng = random.Random(seed)
+    if kind == "model":
+        records = buggy(seed, count // 2, count // 2, rng.choice(BUGS))[0]
+    else:
+        garbage = Dense(rng) if kind == "dense" else Crowd(rng, False) if kind == "crowd" else Garbage(rng, sane=True)
+        records = garbage.records(count)
+    live = rng.random() < 0.6
+    policy, limits = some_policy(rng), some_settings(rng, tight=rng.random() < 0.1, live=live)
+    cut = rng.randrange(len(records) + 1)
+    ledger = Ledger(policy, limits)
+    for number, record in enumerate(records[: max(0, cut - rng.choice([0, 0, 3, 20]))]):
+        ledger.feed(record, number)
+    before = restored_from(ledger)
+    records = records[max(0, cut + rng.choice([0, 0, -5, 2])) :]
+    if rng.random() < 0.5:
+        records = interleaved_at_speeds(records, seed)
+    assert_alike(policy, limits, as_ops(records, rng, live=live), rng.choice([1, 4]), before)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_case(name: str) -> None:
     config = load(environ={}, settings=[word for word in arguments_of(name) if word != "--set"])
@@ -254,6 +280,29 @@ def test_a_case(name: str) -> None:
         assert_alike(config.policy, replay, feeds(interleaved(records, seed)), batch=3)
         assert_alike(config.policy, config.ledger, as_ops(interleaved(records, seed), rng, live=True))
         check(disturbed(records, rng), rng, tight=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("name", [*(scenario.fault for scenario in SCENARIOS), CORRECT])
+def test_a_recorded_run_of_an_engine(name: str) -> None:
+    records = recorded(name)
+    replay = LedgerSettings(reorder_window_ms=None, leak_grace_s=1)
+    assert_alike(None, replay, feeds(records))
+    for seed in range(8):
+        rng = random.Random(seed)
+        arrived = interleaved_at_speeds(records, seed, in_stream=seed % 4 == 3)
+        assert_alike(None, replay, feeds(arrived), batch=1000)
+        assert_alike(Policy(digests="require", scrub="require"), LedgerSettings(), as_ops(arrived, rng, live=True))
+        check(disturbed(arrived, rng), rng, tight=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.fault)
+def test_the_recorded_run_shows_the_fault(scenario: Scenario) -> None:
+    _, found = judge(recorded(scenario.fault), grace_s=1)
+    assert scenario.kinds & {kind for kind, _, _ in found}
+
+
+def test_the_recorded_run_without_a_fault_shows_none() -> None:
+    assert judge(recorded(CORRECT), grace_s=1)[1] == {}
 
 
 def test_many_reads_of_one_request() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rig import Rig, pages
+from ledger_rig import Rig, both_ledgers, pages
 
 from guard.findings import Action, Kind, Severity
 from guard.policy import Policy
 from guard.records import Scope
+
+pytestmark = both_ledgers
 
 # double-owner
 

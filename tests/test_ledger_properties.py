@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 from engine_model import PAGE_TOKENS, Model, Worker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ledger_rig import both_ledgers, make_ledger
 
 from guard.findings import Finding, Kind
-from guard.ledger import Ledger, LedgerSettings
+from guard.ledger import LedgerSettings
 from guard.policy import Policy
 from guard.records import (
     Admit,
@@ -34,6 +36,8 @@ from guard.records import (
     Write,
 )
 
+pytestmark = both_ledgers
+
 EXAMPLES = int(os.environ.get("KVGUARD_EXAMPLES", "2000"))
 many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 few = settings(max_examples=max(EXAMPLES // 20, 50), deadline=None, suppress_health_check=list(HealthCheck))
@@ -44,12 +48,14 @@ STRICT = Policy(digests="require", scrub="require")
 
 
 def judge(
-    records: list[Record], policy: Policy | None = None
-) -> tuple[Ledger, dict[tuple[object, ...], dict[str, object]]]:
+    records: list[Record], policy: Policy | None = None, *, grace_s: float = 30
+) -> tuple[Any, dict[tuple[object, ...], dict[str, object]]]:
     """The findings by key, once the input is over."""
     found: list[Finding] = []
-    ledger = Ledger(
-        policy, LedgerSettings(reorder_window_ms=None), lambda finding, new: found.append(finding) if new else None
+    ledger = make_ledger(
+        policy,
+        LedgerSettings(reorder_window_ms=None, leak_grace_s=grace_s),
+        lambda finding, new: found.append(finding) if new else None,
     )
     for record in records:
         ledger.feed(record)

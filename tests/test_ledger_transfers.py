@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ledger_rig import Rig, pages
+from ledger_rig import Rig, both_ledgers, pages
 
 from guard.findings import Action, Kind, Severity
 from guard.policy import Policy
+
+pytestmark = both_ledgers
 
 
 def test_a_transfer_that_goes_well() -> None:

@@ -3,7 +3,10 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ import pytest
 from guard_process import CASES, FakeEngine, case, until
 
 from guard.act.abort import Aborter
-from guard.act.board import BoardReader, BoardWriter, Verdict
+from guard.act.board import BoardError, BoardReader, Verdict
 from guard.config import load
 from guard.incidents.recorder import Recorder
 from guard.incidents.store import Store
-from guard.receive.otlp import Batch, parse_protobuf
-from guard.records import Record
+from guard.native._core import BoardWriter, RingWriter, Rows, decode_otlp
+from guard.receive.address import BindError
+from guard.records import Alloc, PageSet, Read, Record
 from guard.runtime import Runtime
 
 NAMES = sorted(path.stem for path in CASES.glob("*.jsonl"))
@@ -28,7 +32,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Runtime, BoardReader]]]
     made: list[Runtime] = []
 
     def make(*settings: str, **options: Any) -> tuple[Runtime, BoardReader]:
-        config = load(environ={}, settings=["mode=enforce", *settings])
+        ring = [f"ring.path={tmp_path}/board/ring", "ring.rows=4096"]
+        kept = [f"incidents.path={tmp_path}/incidents.db"]
+        config = load(environ={}, settings=["mode=enforce", *ring, *kept, *settings])
         board = BoardWriter.create(tmp_path / "board" / "board")
         runtime = Runtime(config, board, Recorder(str(tmp_path / "incidents.db")), **options)
         made.append(runtime)
@@ -36,13 +42,13 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Runtime, BoardReader]]]
 
     yield make
     for runtime in made:
-        if runtime._thread.ident is not None:
+        if runtime._judging.ident is not None:
             runtime.stop()
 
 
 def put(runtime: Runtime, *messages: bytes) -> None:
     for message in messages:
-        assert runtime.inbox.put(parse_protobuf(message), 1)
+        assert runtime.inbox.put(decode_otlp(message).rows, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,7 +61,7 @@ def test_every_case_gets_its_verdicts_and_findings(
     runtime, board = make("ledger.reorder_window_ms=50")
     put(runtime, *case(name))
     runtime.start()
-    until(lambda: runtime.inbox.depth == 0 and runtime._ledger.sizes["records_held"] == 0)
+    until(lambda: runtime.inbox.depth == 0 and runtime.stats().records_held == 0)
     # The arrival clock is far beyond the case's, so that leaks are looked for at once.
     kinds = {finding["kind"] for finding in expect["must_find"]}
     until(lambda: kinds <= {kind for kind, _ in list(runtime.counters.findings)})
@@ -71,24 +77,39 @@ def test_every_case_gets_its_verdicts_and_findings(
 
 
 def test_verdicts_come_before_the_watermark_that_vouches_for_them(
-    make: Callable[..., tuple[Runtime, BoardReader]], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., tuple[Runtime, BoardReader]], tmp_path: Path
 ) -> None:
-    runtime, board = make()
-    seen: list[tuple[int, Verdict]] = []
-    advance = runtime.board.advance
-
-    def watch(stream: str, epoch: int, seq: int) -> None:
-        if stream == "decode-0":
-            seen.append((seq, board.verdict("r2")))
-        advance(stream, epoch, seq)
-
-    monkeypatch.setattr(runtime.board, "advance", watch)
-    put(runtime, *case("overlong-rejected-prefill"))
+    """As another process sees it, while many requests are judged."""
+    runtime, _ = make()
+    victims = 200
+    code = (
+        "import sys; from guard.act.board import BoardReader, Verdict; board = BoardReader.open(sys.argv[1])\n"
+        "print('ready', flush=True)\n"
+        f"for n in range({victims}):\n"
+        "    while board.watermark(f'd{n}', 1) < 1: pass\n"
+        "    assert board.verdict(f'b{n}') is Verdict.KILL, n\n"
+    )
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "board" / "board")], stdout=subprocess.PIPE, text=True
+    )
+    assert watcher.stdout is not None
+    assert watcher.stdout.readline() == "ready\n"
     runtime.start()
-    until(lambda: board.watermark("decode-0", 1) == 16)
-    read = 12  # the record that reads another tenant's pages
-    assert all(verdict is (Verdict.KILL if seq >= read else Verdict.ALLOW) for seq, verdict in seen)
-    assert any(seq >= read for seq, _ in seen)
+    for n in range(victims):
+        rows = Rows()
+        for record in unwritten(n):
+            rows.append(record)
+        assert runtime.inbox.put(rows, 1)
+    assert watcher.wait(60) == 0
+    watcher.stdout.close()
+
+
+def unwritten(number: int) -> list[Record]:
+    """A request that reads a page which nobody wrote for it."""
+    place: dict[str, Any] = {"stream": f"d{number}", "epoch": 1, "time_ns": time.time_ns()}
+    who = {"request": f"b{number}", "tenant": "tenant-b"}
+    page = PageSet.parse("0")
+    return [Alloc(**place, **who, seq=0, pages=page), Read(**place, **who, seq=1, pages=page, tokens=1)]
 
 
 def test_a_killed_request_leaves_the_board_when_the_ledger_forgets_it(
@@ -110,14 +131,16 @@ def _on_other_streams(messages: list[bytes]) -> list[bytes]:
 
 
 def test_a_full_queue_drains_once_the_ledger_runs(make: Callable[..., tuple[Runtime, BoardReader]]) -> None:
-    runtime, board = make("listen.queue_records=10")
-    batches = [parse_protobuf(m) for m in case("clean-two-tenants")]
-    taken = [batch for batch in batches if runtime.inbox.put(batch, 1)]
+    # The arrival clock is far beyond the case's: nothing is to be called a leak meanwhile.
+    runtime, board = make("listen.queue_records=10", "ledger.leak_grace_s=1e9")
+    batches = [decode_otlp(m).rows for m in case("clean-two-tenants")]
+    taken = [rows for rows in batches if runtime.inbox.put(rows, 1)]
     assert len(taken) == 10
+    assert runtime.inbox.full()
     runtime.start()
-    for batch in batches[10:]:
-        until(lambda b=batch: runtime.inbox.put(b, 1))
-    until(lambda: sum(runtime.counters.records.values()) == len(batches))
+    for rows in batches[10:]:
+        until(lambda rows=rows: runtime.inbox.put(rows, 1))
+    until(lambda: sum(runtime.stats().records.values()) == len(batches))
     until(lambda: board.watermark("decode-0", 1) >= 15)
     assert not runtime.counters.findings
 
@@ -129,20 +152,67 @@ def test_a_ledger_that_fails_vouches_for_nothing_more(
 ) -> None:
     failed = threading.Event()
     runtime, board = make(on_failure=failed.set)
-
-    def feed(record: Record, now_ns: int) -> None:
-        raise KeyError("a mistake of ours")
-
-    monkeypatch.setattr(runtime._ledger, "feed", feed)
     monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    runtime.board.close()  # which it never does while the ledger runs: that cannot publish any more
     put(runtime, case("clean-two-tenants")[0])
     runtime.start()
     assert failed.wait(30)
-    assert isinstance(runtime.failure, KeyError)
+    assert isinstance(runtime.failure, BoardError)
     assert board.closed
     assert not board.alive()
-    assert not runtime.alive
+    until(lambda: not runtime.alive)
     assert "the ledger failed" in capsys.readouterr().err
+
+
+def test_findings_that_cannot_be_written_up_end_the_guard(
+    make: Callable[..., tuple[Runtime, BoardReader]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failed = threading.Event()
+    runtime, board = make(on_failure=failed.set)
+
+    def note(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(runtime._book, "note", note)
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    put(runtime, *case("overlong-rejected-prefill"))
+    runtime.start()
+    assert failed.wait(30)
+    assert isinstance(runtime.failure, KeyError)
+    until(lambda: board.closed)
+    assert not runtime.alive
+    assert board.verdict("r2") is Verdict.KILL, "the verdict itself was not held up"
+    assert "cannot be written up" in capsys.readouterr().err
+
+
+def test_records_through_the_ring_are_judged_like_any(
+    make: Callable[..., tuple[Runtime, BoardReader]], tmp_path: Path
+) -> None:
+    runtime, board = make()
+    runtime.start()
+    writer = RingWriter(f"{tmp_path}/board/ring", "d7", 1)
+    for record in unwritten(7):
+        assert writer.send(record) == record.seq
+    until(lambda: board.watermark("d7", 1) == 1)
+    assert board.verdict("b7") is Verdict.KILL
+    incident = until(lambda: Store.open(tmp_path / "incidents.db").get(board.incident("b7")))
+    assert [r["name"] for r in incident.records] == ["kv.alloc", "kv.read"]
+    assert incident.record_ns <= incident.received_ns <= incident.verdict_ns
+    for record in unwritten(7)[1:]:
+        writer.send(record)
+    runtime.stop()
+    assert board.watermark("d7", 1) == 2, "what stood in the ring was judged"
+    writer.close()
+
+
+def test_a_ring_that_another_guard_has_is_named(
+    make: Callable[..., tuple[Runtime, BoardReader]], tmp_path: Path
+) -> None:
+    make()
+    with pytest.raises(BindError, match=f"{tmp_path}/board/ring"):
+        make()
 
 
 def test_a_locked_incident_store_does_not_hold_up_verdicts(
@@ -163,7 +233,7 @@ def test_a_locked_incident_store_does_not_hold_up_verdicts(
 
 def test_an_empty_batch_is_nothing(make: Callable[..., tuple[Runtime, BoardReader]]) -> None:
     runtime, board = make()
-    runtime.inbox.put(Batch(), 1)
+    runtime.inbox.put(Rows(), 1)
     runtime.start()
     until(lambda: runtime.inbox.depth == 0)
     assert board.alive(max_age_s=30)

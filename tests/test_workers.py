@@ -25,8 +25,9 @@ from engine.messages import Abort, Handoff, Hello, Reserve, StopTransfer, Transf
 from engine.model.plain import generate
 from engine.segment import Segment
 from engine.transport.link import connect
-from guard.act.board import BoardWriter, Verdict
+from guard.act.board import Verdict
 from guard.findings import Kind
+from guard.native._core import BoardWriter
 from guard.records import (
     Alloc,
     Cache,

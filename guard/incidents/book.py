@@ -1,17 +1,20 @@
-"""Which incident a finding belongs to: the ledger thread's side of the incidents."""
+"""What goes into each incident: the findings that belong to it, and the records that led to them.
+
+Which incident a finding belongs to, and its id, the native core has said before: it stands on the verdict board.
+"""
 
 from __future__ import annotations
 
-import base64
-import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from guard.findings import Action, Finding, Kind, Severity
-from guard.incidents.recent import Recent
 from guard.incidents.recorder import Saved
-from guard.incidents.store import Incident
+from guard.incidents.store import Evidence, Incident
+from guard.records import Record
 
 _KINDS = {kind: n for n, kind in enumerate(Kind)}
 _SEVERITIES = {severity: n for n, severity in enumerate(Severity)}
@@ -26,12 +29,44 @@ ACTED = {
     **{(mode, Action.ALERT): "alerted" for mode in ("enforce", "monitor")},
     **{(mode, Action.OBSERVE): "observed" for mode in ("enforce", "monitor")},
 }
-"""What an incident says was done, by mode and action."""
+"""What an incident says was done, by mode and action; the native core says the same in its journal."""
 
 
-def new_id() -> str:
-    """An incident id: short enough to read out, and not to be guessed from another."""
-    return "inc-" + base64.b32encode(secrets.token_bytes(10)).decode()[:10].lower()
+class State(Protocol):
+    """What the native core says of an incident."""
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+
+    @property
+    def request(self) -> str | None:
+        """Whose it is: the finding's own request or one that it kills; None if the finding names none."""
+
+    @property
+    def tenant(self) -> str | None:
+        """That request's tenant."""
+
+    @property
+    def record_ns(self) -> int:
+        """Of a kill: when the record happened that gave it away."""
+
+    @property
+    def received_ns(self) -> int:
+        """When the guard had that."""
+
+    @property
+    def verdict_ns(self) -> int:
+        """When the verdict was on the board; 0 if nothing was to be killed."""
+
+
+class Recent(Protocol):
+    """Where evidence comes from."""
+
+    def evidence(self, requests: Sequence[str], streams: Sequence[str]) -> list[tuple[Record, int]]:
+        """What is kept of these requests, and of these streams' records that have no request; each with the time
+        when it was received.
+        """
 
 
 class _Open:
@@ -44,7 +79,7 @@ class _Open:
 
 
 class Book:
-    """Groups findings into incidents: one a request, or one a kind and pool where no request is named."""
+    """Gathers findings by incident: there is one for each request, or for each kind and pool where none is named."""
 
     def __init__(self, mode: str, recent: Recent, *, limit: int = 65_536) -> None:
         """Makes an empty book.
@@ -59,55 +94,63 @@ class Book:
         self._limit = limit
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._touched: dict[str, _Open] = {}
+        self._killed: list[Incident] = []
 
-    def note(self, finding: Finding, request: str | None, tenant: str | None, received_ns: int) -> Incident:
-        """Puts a finding, new or grown, into the incident of this request.
+    def note(self, finding: Finding, state: State, received_ns: int) -> Incident:
+        """Puts a finding, new or grown, into its incident.
 
         Args:
             finding: The finding.
-            request: Whose incident: the finding's own request or one that it kills.
-            tenant: That request's tenant.
-            received_ns: When the record now being judged was received.
+            state: The incident.
+            received_ns: When the record was received that showed it.
 
         Returns:
-            The incident, with its id; it is yet to be saved.
+            The incident; it is yet to be saved.
         """
-        key = request if request is not None else f"\0{finding.kind}\0{finding.pool or finding.stream}"
-        entry = self._open.get(key)
+        entry = self._open.get(state.id)
         if entry is None:
             now_ns = time.time_ns()
-            entry = self._open[key] = _Open(
+            entry = self._open[state.id] = _Open(
                 Incident(
-                    id=new_id(), opened_ns=now_ns, updated_ns=now_ns, kind=finding.kind, severity=finding.severity,
-                    action="", mode=self._mode, request=request, tenant=tenant, pool=finding.pool, disclosed=False,
-                    record_ns=finding.time_ns, received_ns=received_ns, verdict_ns=None,
+                    id=state.id, opened_ns=now_ns, updated_ns=now_ns, kind=finding.kind, severity=finding.severity,
+                    action="", mode=self._mode, request=state.request, tenant=state.tenant, pool=finding.pool,
+                    disclosed=False, record_ns=finding.time_ns, received_ns=received_ns, verdict_ns=None,
                 )
             )  # fmt: skip
             if len(self._open) > self._limit:
                 self._open.popitem(last=False)
         else:
-            self._open.move_to_end(key)
+            self._open.move_to_end(state.id)
         incident = entry.incident
         action = finding.action
-        if action is Action.KILL and request not in finding.kills:
+        if action is Action.KILL and state.request not in finding.kills:
             action = Action.ALERT
         if action.rank > entry.action.rank or not incident.action:
             entry.action = action
             incident.action = ACTED[self._mode, action]
             if incident.verdict_ns is None:
                 incident.record_ns, incident.received_ns = finding.time_ns, received_ns
+        if state.verdict_ns and incident.verdict_ns is None:
+            incident.record_ns, incident.received_ns = state.record_ns, state.received_ns
+            incident.verdict_ns = state.verdict_ns
+            self._killed.append(incident)
         entry.findings[finding.kind, finding.request, finding.pool] = finding
-        self._touched[key] = entry
+        self._touched[state.id] = entry
         return incident
 
-    def forget(self, request: str) -> None:
-        """The request is over and forgotten: a later one of the same id gets an incident of its own."""
-        self._open.pop(request, None)
+    def forget(self, incident: str) -> None:
+        """Its request is over and forgotten: it grows no more."""
+        self._open.pop(incident, None)
 
     def take_changed(self) -> list[Saved]:
         """Copies of the incidents that changed since the last call, with the evidence for them."""
         touched, self._touched = self._touched, {}
         return [self._saved(entry) for entry in touched.values()]
+
+    def take_killed(self) -> list[Incident]:
+        """Those whose request was killed since the last call, or would have been."""
+        killed, self._killed = self._killed, []
+        return killed
 
     def _saved(self, entry: _Open) -> Saved:
         incident, findings = entry.incident, list(entry.findings.values())
@@ -119,9 +162,11 @@ class Book:
         named = {f.request for f in findings} | {incident.request}
         others = {request for f in findings for request in f.other_requests} - named
         requests = {request for request in named if request} | set(sorted(others)[:_OTHERS_SHOWN])
-        evidence = self._recent.evidence(requests, {f.stream for f in findings}, offending)
-        for e in evidence:
-            if e.offending and e.record.time_ns == incident.record_ns:
-                incident.received_ns = e.received_ns
+        evidence = []
+        for record, received_ns in self._recent.evidence(sorted(requests), sorted({f.stream for f in findings})):
+            offends = (record.stream, record.epoch, record.seq) in offending
+            evidence.append(Evidence(record, received_ns, offends))
+            if offends and record.time_ns == incident.record_ns:
+                incident.received_ns = received_ns
         bodies = [{**f.as_json(), "reason": f.reason, "time_ns": f.time_ns} for f in findings]
         return Saved(replace(incident, findings=bodies), evidence)

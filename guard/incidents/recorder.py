@@ -21,6 +21,12 @@ class Saved(NamedTuple):
     evidence: list[Evidence]
 
 
+class Recovered(NamedTuple):
+    """An incident of the guard before this one, which the store may not have, or not in full."""
+
+    incident: Incident
+
+
 class Aborted(NamedTuple):
     """What the engine said to an abort call."""
 
@@ -29,7 +35,7 @@ class Aborted(NamedTuple):
     result: str
 
 
-Event = Saved | Aborted
+Event = Saved | Recovered | Aborted
 
 
 class Recorder:
@@ -39,6 +45,8 @@ class Recorder:
         written: Events written.
         failures: Attempts that failed: a full disk, a locked database.
         dropped: Events that found the queue full; their findings are in the log all the same.
+        on_saved: Called with the ids of incidents that the disk has, from the recorder's thread; to be set before
+            `start`.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Recorder:
             StoreError: The file cannot be had at all.
         """
         self.written = self.failures = self.dropped = 0
+        self.on_saved: Callable[[list[str]], None] = lambda _incidents: None
         Store.open(path).close()
         self._path = path
         self._keep = keep
@@ -125,6 +134,7 @@ class Recorder:
                 continue
             pause = _FIRST_PAUSE_S
             self.written += len(events)
+            self.on_saved([event.incident.id for event in events if not isinstance(event, Aborted)])
             with self._changed:
                 for _ in events:
                     self._events.popleft()
@@ -136,10 +146,13 @@ class Recorder:
         for event in events:
             if isinstance(event, Saved):
                 saved.append(event)
+                continue
+            if saved:
+                store.save(saved, keep=self._keep)
+                saved = []
+            if isinstance(event, Recovered):
+                store.recover(event.incident)
             else:
-                if saved:
-                    store.save(saved, keep=self._keep)
-                    saved = []
                 store.aborted(*event)
         if saved:
             store.save(saved, keep=self._keep)

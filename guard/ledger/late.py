@@ -48,6 +48,8 @@ def suspect(
     world: World,
 ) -> None:  # fmt: skip
     """From here on `writer` (or one yet unknown) may write into the page."""
+    if world.unseen(rs):
+        return  # what it had, and what had arrived for it, before the guard's restart is not known
     if (
         writer is not None
         and page is not None

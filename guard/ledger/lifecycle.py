@@ -94,8 +94,6 @@ def close(world: World, rs: RequestStream) -> None:
 
 def _never_owned(world: World, rs: RequestStream) -> None:
     """Transfers in flight to pages that the request never had here: wherever they land, it is not its page."""
-    if world.unseen(rs):
-        return  # it may have had them before the guard's restart
     for transfer in list(rs.request.transfers.values()):
         state = world.pool(transfer.pool)
         if transfer.received or state.stream != rs.stream:

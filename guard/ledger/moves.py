@@ -69,8 +69,7 @@ def _begun_late(world: World, receiver: RequestStream, pool: PoolState, index: i
         return
     else:
         released = next((w for p, pages, w in reversed(receiver.released) if p == pool.id and index in pages), None)
-        never = receiver.ended is not None and not receiver.gone and not world.unseen(receiver)
-        if released is not None or never:
+        if released is not None or (receiver.ended is not None and not receiver.gone):
             late.suspect(receiver, pool.id, index, page, released, transfer, world)
 
 
@@ -114,10 +113,12 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
     # transfer that is known.
     begun = [t for t in named(world, record.transfer) if t.pool == record.pool_id]
     if begun:
-        if missing_begin(world, record) is not None:
+        landed_unseen = record.status is TransferStatus.OK and _begun_before(world, rs)
+        if landed_unseen or missing_begin(world, record) is not None:
             covered = {i for t in begun for i in t.begin.peer_pages}
             rest = PageSet.of(i for i in record.pages if i not in covered)
-            _unknown(world, rs, record, where, rest)
+            if rest:
+                _unknown(world, rs, record, where, rest)
     elif world.done.get(record.transfer) != record.pool_id:
         _unknown(world, rs, record, where, record.pages)
     transfers = [t for t in begun if not t.received]
@@ -153,11 +154,7 @@ def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where,
         return
     world.gaps += 1
     pool = world.pool(record.pool_id, where.stream)
-    before = world.restored and all(
-        world.unseen(sender) or world.pool(sender.stream).role is Role.ROUTER
-        for sender in rs.request.streams.values()
-        if sender is not rs
-    )
+    before = _begun_before(world, rs)
     rs.degraded = True
     pages = list(pool.within(never_sent))
     for _, page in pages:
@@ -170,6 +167,15 @@ def _unknown(world: World, rs: RequestStream, record: TransferEnd, where: Where,
         transfer=record.transfer, degraded=before,
         reason=f"transfer {record.transfer} ended here and no begin of it ever came",
     )  # fmt: skip
+
+
+def _begun_before(world: World, rs: RequestStream) -> bool:
+    """Whether what ends here may have begun before the guard's restart."""
+    return world.restored and all(
+        world.unseen(sender) or world.pool(sender.stream).role is Role.ROUTER
+        for sender in rs.request.streams.values()
+        if sender is not rs
+    )
 
 
 def _landed(

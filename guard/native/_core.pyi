@@ -1,6 +1,7 @@
 """The native core: records, OTLP decoder, ring, ledger, board, journal."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 from typing_extensions import Buffer
 
@@ -127,6 +128,7 @@ class Ledger:
     def feed(self, record: Record, now_ns: int) -> None: ...
     def feed_rows(self, rows: Rows, now_ns: int) -> None: ...
     def advance(self, now_ns: int) -> None: ...
+    def restore(self, before: Restored) -> None: ...
     def finish(self) -> None: ...
     def take_events(self) -> list[tuple[bool, FindingContents | None, RequestContents | None]]:
         """What happened since: findings, each once and as it is now (True: new), and requests forgotten.
@@ -146,6 +148,7 @@ class Ledger:
 
     def request_ids(self) -> list[str]: ...
     def request(self, id: str) -> RequestContents | None: ...
+
 # The ring
 
 RING_PATH: str
@@ -254,3 +257,277 @@ class RingReader:
     def wake(self) -> None: ...
     def lanes(self) -> list[RingLane]: ...
     def close(self) -> None: ...
+
+# The verdict board
+
+class BoardWriter:
+    """The guard's side of the verdict board (`guard.act.board`). Belongs to the ledger's thread."""
+
+    @staticmethod
+    def create(path: str | os.PathLike[str], *, requests: int = 65536, streams: int = 1024) -> BoardWriter: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def verdicts(self) -> int: ...
+    @property
+    def saturated(self) -> int: ...
+    @property
+    def streams_without_row(self) -> int: ...
+    def heartbeat(self, now_ns: int | None = None) -> None: ...
+    def set_verdict(self, request: str, verdict: int, incident: str = "") -> None: ...
+    def clear(self, request: str) -> None: ...
+    def expire(self, before_ns: int) -> int: ...
+    def advance(self, stream: str, epoch: int, seq: int) -> None: ...
+    def forget_stream(self, stream: str) -> None: ...
+    def close(self) -> None: ...
+
+# The journal
+
+class Restored:
+    """What a restarted guard knows of before; `guard.ledger.restored.Restored`, for the ledger."""
+
+    def __init__(
+        self,
+        streams: Sequence[tuple[str, int, int, int, Sequence[int]]],
+        pools: Sequence[tuple[str, str, int, int, int]],
+        requests: Sequence[tuple[str, str, str, bool]],
+    ) -> None: ...
+    @property
+    def streams(self) -> list[tuple[str, int, int, int, list[int]]]:
+        """Name, epoch, watermark, time, past epochs of each."""
+
+    @property
+    def pools(self) -> list[tuple[str, str, int, int, int]]:
+        """Id, stream, pages, page tokens, role of each."""
+
+    @property
+    def requests(self) -> list[tuple[str, str, str, bool]]:
+        """Request, stream, tenant, whether it ended, by request and stream."""
+
+class Journal:
+    """What the next guard must know, on disk. For one thread at a time; a `Core` that has it calls it itself."""
+
+    @staticmethod
+    def open(path: str, limit_bytes: int) -> tuple[Journal, Restored, list[bytes]]:
+        """Opens or makes it; what an earlier guard knew, and the incidents that it had not settled, oldest first.
+
+        Raises:
+            RuntimeError: The file cannot be had; the message names it.
+        """
+
+    def pool(self, id: str, stream: str, pages: int, page_tokens: int, role: int) -> None: ...
+    def epoch(self, stream: str, epoch: int) -> None: ...
+    def request(self, request: str, stream: str, tenant: str) -> None: ...
+    def ended(self, request: str, stream: str) -> None: ...
+    def retired(self, request: str) -> None: ...
+    def watermark(self, stream: str, epoch: int, processed: int, time_ns: int) -> None: ...
+    def incident(self, id: str, text: bytes) -> None: ...
+    def settled(self, id: str) -> None: ...
+    def flush(self) -> bool:
+        """Writes out what was gathered; False when the disk does not take it."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the file."""
+
+    @property
+    def failures(self) -> int: ...
+    @property
+    def rewrites(self) -> int: ...
+    @property
+    def cut_off(self) -> int:
+        """Bytes at the file's end that were no whole frame when it was opened."""
+
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def unsettled(self) -> int: ...
+
+# The core loop
+
+class Inbox:
+    """The bounded queue between the receivers' threads and the ledger's. Any thread may use it."""
+
+    def __init__(self, limit_records: int, limit_bytes: int = 268435456) -> None:
+        """A message larger than the limits is taken when nothing else waits."""
+
+    def put(self, rows: Rows, received_ns: int) -> bool:
+        """Queues the records of one message, all or none.
+
+        Returns:
+            False, and `rows` as it was, if there is no room or the inbox is closed; else `rows` is left empty.
+        """
+
+    def full(self) -> bool:
+        """Whether not even one more record would be taken."""
+
+    def close(self) -> None:
+        """Takes nothing more; what is queued will still be judged."""
+
+    @property
+    def depth(self) -> int:
+        """Records that wait."""
+
+    @property
+    def bytes(self) -> int:
+        """Their bytes."""
+
+    @property
+    def limit_records(self) -> int: ...
+    @property
+    def limit_bytes(self) -> int: ...
+
+class Recent:
+    """The last records, in so many bytes; the 32 newest of a request outlive a burst of others."""
+
+    def __init__(self, limit_bytes: int) -> None: ...
+    def add(self, rows: Rows, received_ns: int) -> None: ...
+    def evidence(self, requests: Sequence[str], streams: Sequence[str]) -> list[tuple[Record, int]]:
+        """What is kept of these requests, and of these streams' records that have no request."""
+
+LATENCY_BOUNDS: tuple[float, ...]
+
+class CoreStats:
+    """What the core has counted, and what it holds."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def requests_live(self) -> int: ...
+    @property
+    def requests_ended(self) -> int: ...
+    @property
+    def transfers(self) -> int: ...
+    @property
+    def records_held(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
+    @property
+    def duplicates(self) -> int: ...
+    @property
+    def late(self) -> int: ...
+    @property
+    def gaps(self) -> int: ...
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Records beyond each limit of the ledger's."""
+
+    @property
+    def records(self) -> dict[str, int]:
+        """Records judged or waiting, by span name."""
+
+    @property
+    def broken(self) -> int:
+        """Messages in the inbox that turned out to be no records somewhere."""
+
+    @property
+    def kills(self) -> int: ...
+    @property
+    def kills_withheld(self) -> int:
+        """Requests that would have been killed in enforce mode."""
+
+    @property
+    def latency(self) -> list[int]:
+        """Records by the seconds from their time to their verdict: within each of `LATENCY_BOUNDS` and above the one
+        before; the last are above them all.
+        """
+
+    @property
+    def latency_sum(self) -> float: ...
+    @property
+    def ledger_bytes(self) -> int: ...
+    @property
+    def waiting(self) -> int:
+        """What happened and was not taken yet."""
+
+    @property
+    def journal_bytes(self) -> int: ...
+    @property
+    def journal_failures(self) -> int: ...
+    @property
+    def lanes(self) -> list[RingLane]: ...
+
+class IncidentState:
+    """An incident, as the core knows it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def request(self) -> str | None: ...
+    @property
+    def tenant(self) -> str | None: ...
+    @property
+    def killed(self) -> bool:
+        """Whether its request was killed, or would have been in enforce mode."""
+
+    @property
+    def record_ns(self) -> int: ...
+    @property
+    def received_ns(self) -> int: ...
+    @property
+    def verdict_ns(self) -> int: ...
+
+class Happened:
+    """A finding, new or grown; or the end of an incident, whose request is forgotten."""
+
+    @property
+    def over(self) -> bool: ...
+    @property
+    def incidents(self) -> list[IncidentState]: ...
+    @property
+    def finding(self) -> FindingContents: ...
+    @property
+    def fresh(self) -> bool: ...
+    @property
+    def received_ns(self) -> int: ...
+
+class Core:
+    """Judges what comes in, and publishes what came of it."""
+
+    def __init__(
+        self,
+        policy: LedgerPolicy,
+        settings: LedgerSettings,
+        *,
+        enforce: bool,
+        inbox: Inbox,
+        board: BoardWriter,
+        ring: str | None = None,
+        ring_lanes: int = ...,
+        ring_rows: int = ...,
+        journal: Journal | None = None,
+        recent_bytes: int = 8388608,
+    ) -> None:
+        """Raises:
+        RuntimeError: The ring cannot be had.
+        """
+
+    def restore(self, before: Restored) -> None:
+        """What the guard before this one knew; before `run`."""
+
+    def run(self) -> None:
+        """Judges until the inbox is closed and everything is judged; the GIL is free meanwhile.
+
+        Raises:
+            BoardError: The board was closed.
+            RuntimeError: What else goes wrong.
+        """
+
+    def take(self, timeout_s: float) -> list[Happened] | None:
+        """Some of what happened; waits for it so long. None once `run` is over and everything was taken."""
+
+    def abandon(self) -> None:
+        """Nobody will take what happens any more: closes the inbox, and `run` waits for nobody."""
+
+    def evidence(self, requests: Sequence[str], streams: Sequence[str]) -> list[tuple[Record, int]]:
+        """As `Recent.evidence`, of what was judged or waits."""
+
+    def settled(self, incidents: Sequence[str]) -> None:
+        """The store has these incidents: the journal need not keep them."""
+
+    def stats(self) -> CoreStats: ...
+    @property
+    def last_round_ns(self) -> int:
+        """When the last round was done; `time.monotonic_ns`."""

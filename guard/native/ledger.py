@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from guard.findings import Action, Confidence, Finding, Kind
 from guard.ledger import LedgerSettings
+from guard.ledger.restored import Restored
 from guard.native import _core
 from guard.policy import Policy
-from guard.records import PageSet, Record
+from guard.records import PageSet, Record, Role
 
 _KINDS = tuple(Kind)
 _ACTIONS = tuple(Action)
+_ROLES = tuple(Role)
 _MOST = (1 << 62) - 1
 """What stands for any larger number."""
 _LIMITS = (
@@ -142,6 +144,17 @@ class Ledger:
         self._core.feed_rows(rows, now_ns)
         self._tell()
 
+    def restore(self, before: Restored) -> None:
+        """What the guard before this one knew; to be told before any record."""
+        self._core.restore(
+            _core.Restored(
+                [(s.name, s.epoch, s.processed, s.time_ns, s.past) for s in before.streams],
+                [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
+                [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
+            )
+        )
+        self._tell()
+
     def advance(self, now_ns: int) -> None:
         """Time passes: gives up what should have come by now, and looks for leaks."""
         self._core.advance(now_ns)
@@ -198,19 +211,28 @@ class Ledger:
         kind, request, pool = _KINDS[contents[0]], contents[1], contents[2]
         known = self._findings.setdefault(request, {})
         finding = None if new else known.get((kind, pool))
-        (
-            _, _, _, tenant, action, degraded, stream, epoch, seq, time_ns, transfer, reason, other_tenants,
-            other_requests, subjects, runs,
-        ) = contents  # fmt: skip
         if finding is None:
-            finding = known[kind, pool] = Finding(
-                kind=kind, action=_ACTIONS[action], request=request, tenant=tenant, pool=pool, stream=stream,
-                epoch=epoch, seq=seq, time_ns=time_ns,
-            )  # fmt: skip
-        finding.action = _ACTIONS[action]
-        finding.confidence = Confidence.DEGRADED if degraded else Confidence.FULL
-        finding.stream, finding.epoch, finding.seq, finding.time_ns = stream, epoch, seq, time_ns
-        finding.transfer, finding.reason = transfer, reason
-        finding.other_tenants, finding.other_requests, finding.subjects = other_tenants, other_requests, subjects
-        finding.pages = PageSet(runs)
+            finding = known[kind, pool] = finding_of(contents)
+        else:
+            _update(finding, contents)
         return finding
+
+
+def finding_of(contents: _core.FindingContents) -> Finding:
+    """A finding out of what the native core says of it."""
+    finding = Finding(
+        kind=_KINDS[contents[0]], action=Action.OBSERVE, request=contents[1], tenant=None, pool=contents[2], stream="",
+        epoch=0, seq=0, time_ns=0,
+    )  # fmt: skip
+    _update(finding, contents)
+    return finding
+
+
+def _update(finding: Finding, contents: _core.FindingContents) -> None:
+    (
+        _, _, _, finding.tenant, action, degraded, finding.stream, finding.epoch, finding.seq, finding.time_ns,
+        finding.transfer, finding.reason, finding.other_tenants, finding.other_requests, finding.subjects, runs,
+    ) = contents  # fmt: skip
+    finding.action = _ACTIONS[action]
+    finding.confidence = Confidence.DEGRADED if degraded else Confidence.FULL
+    finding.pages = PageSet(runs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
 import stat
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 
 class BindError(RuntimeError):
@@ -86,3 +87,43 @@ def prepare_socket_path(path: str) -> None:
                 raise BindError(f"unix:{path}: another process listens there")
     except OSError as error:
         raise BindError(f"unix:{path}: {error.strerror or error}") from error
+
+
+def bind(address: Address, *, shared: bool = False) -> socket.socket:
+    """Binds and listens.
+
+    Args:
+        address: Where.
+        shared: Whether other users may connect to a Unix socket. It has mode 0600 otherwise.
+
+    Returns:
+        The listening socket, which does not block.
+
+    Raises:
+        BindError: The address is taken or cannot be had.
+    """
+    if address.path:
+        prepare_socket_path(address.path)
+        family: socket.AddressFamily = socket.AF_UNIX
+        where: Any = address.path
+    else:
+        try:
+            family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise BindError(f"{address}: cannot be bound: {error.strerror}") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    before = os.umask(0o111 if shared else 0o177) if address.path else None
+    try:
+        if not address.path:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        taken = "; is another process listening there?" if error.errno == errno.EADDRINUSE else ""
+        raise BindError(f"{address}: cannot be bound: {error.strerror}{taken}") from error
+    finally:
+        if before is not None:
+            os.umask(before)
+    return listener

@@ -3,33 +3,34 @@
 A call is answered once its records are queued, not once they are judged: who has to know the verdict waits
 for the watermark on the board. When the queue is full the call is refused with RESOURCE_EXHAUSTED and
 RetryInfo, which is what OTLP calls retryable; nothing of a refused call is kept.
+
+What is worked on at once is bounded by the handler threads, what waits by connections and by the streams of each:
+HTTP/2 itself holds further calls back at the sender, so none of them is refused. A message that is over the limit,
+compressed or not, gRPC refuses by itself and uncounted.
+
+Python's gRPC does not tell who is at the other end of a Unix socket. Its file's mode 0600 lets this user's
+processes and root connect, and no others.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
-from google.rpc.error_details_pb2 import RetryInfo
-from google.rpc.status_pb2 import Status
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
+from guard.receive.access import Certificates, Tokens
 from guard.receive.address import Address, BindError, prepare_socket_path
-from guard.receive.inbox import Inbox
-from guard.receive.otlp import Batch, OtlpError, parse_protobuf
-from guard.records import RecordError
+from guard.receive.answer import BAD_TOKEN, FULL, refusal, success
+from guard.receive.intake import FullError, Intake
 
 SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
-RETRY_AFTER_MS = 50
-_NAMED_INVALID = 3
-"""Invalid spans that a partial success names; the rest is counted."""
+_STREAMS = 32
+"""Calls under way on one connection; the sender's gRPC holds back the rest."""
+_THREADS = 4
+_RETRY = refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)
 
 
 class GrpcReceiver:
@@ -38,41 +39,41 @@ class GrpcReceiver:
     def __init__(
         self,
         address: Address,
-        inbox: Inbox,
+        intake: Intake,
         *,
-        token: str | None = None,
+        tokens: Tokens | None = None,
+        certificates: Certificates | None = None,
         max_message_bytes: int = 16 << 20,
-        on_batch: Callable[[Batch], None] = lambda _batch: None,
-        on_refused: Callable[[str], None] = lambda _reason: None,
-        threads: int = 4,
+        max_connections: int = 256,
     ) -> None:
         """Makes the server; `start` binds it.
 
         Args:
-            address: Where to listen. A Unix socket is made with mode 0600, so that only this user's processes
-                (and root) can connect.
-            inbox: Where the records go.
-            token: What clients must send as ``authorization: Bearer TOKEN``; None asks for nothing.
-            max_message_bytes: Larger messages are refused by gRPC itself.
-            on_batch: Called with each batch that was queued, from any handler thread.
-            on_refused: Called with a word for each call that was refused, ``full``, ``malformed`` or
-                ``unauthenticated``, from any handler thread.
-            threads: Handler threads.
+            address: Where to listen. A Unix socket is made with mode 0600.
+            intake: Takes the messages.
+            tokens: What clients must send as ``authorization: Bearer TOKEN``; None asks for nothing.
+            certificates: For TLS on a TCP address; None speaks plain text. A Unix socket is always plain.
+            max_message_bytes: Larger messages are refused by gRPC itself, before and after it inflates them.
+            max_connections: Further ones are closed at once.
         """
         self.address = address
-        self._inbox = inbox
-        self._expected = f"Bearer {token}".encode() if token else None
-        self._on_batch = on_batch
-        self._on_refused = on_refused
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="otlp")
+        self._intake = intake
+        self._tokens = tokens
+        self._certificates = certificates
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="otlp")
         self._server = grpc.server(
             self._pool,
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_concurrent_streams", _STREAMS),
+                # It counts calls that are answered already, and so refuses senders that keep to the limit.
+                ("grpc.http.overload_protection", 0),
+                ("grpc.max_allowed_incoming_connections", max_connections),
                 # Two guards on one port would each get half of the records.
                 ("grpc.so_reuseport", 0),
             ],
         )
+        # No deserializer: the bytes go to the decoder as they came.
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(
@@ -104,7 +105,10 @@ class GrpcReceiver:
 
     def _bind(self) -> int:
         try:
-            port = int(self._server.add_insecure_port(str(self.address)))
+            if self._certificates is None or self.address.path:
+                port = int(self._server.add_insecure_port(str(self.address)))
+            else:
+                port = int(self._server.add_secure_port(str(self.address), _credentials(self._certificates)))
         except RuntimeError as error:
             raise BindError(f"{self.address}: cannot be bound; is another process listening there?") from error
         if not port:
@@ -118,53 +122,41 @@ class GrpcReceiver:
         self._pool.shutdown(wait=False)
 
     def _export(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        received_ns = time.time_ns()
-        if self._expected is not None and not self._authenticated(context):
-            self._on_refused("unauthenticated")
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "authorization: Bearer TOKEN is missing or wrong")
-        if self._inbox.full():
-            self._refuse_full(context)
+        if self._tokens is not None and not self._tokens.accept(_authorization(context)):
+            self._intake.counts.refuse("unauthenticated")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_TOKEN)
         try:
-            batch = parse_protobuf(data)
-        except OtlpError as error:
-            self._on_refused("malformed")
+            return success(self._intake.take(data))
+        except FullError:
+            context.set_trailing_metadata((("grpc-status-details-bin", _RETRY),))
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)
+        except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if not self._inbox.put(batch, received_ns):
-            self._refuse_full(context)
-        self._on_batch(batch)
-        return _partial_success(batch) if batch.invalid else b""
-
-    def _authenticated(self, context: grpc.ServicerContext) -> bool:
-        assert self._expected is not None
-        for key, value in context.invocation_metadata():
-            if key == "authorization":
-                given = value if isinstance(value, bytes) else value.encode()
-                return hmac.compare_digest(given, self._expected)
-        return False
-
-    def _refuse_full(self, context: grpc.ServicerContext) -> None:
-        self._on_refused("full")
-        context.set_trailing_metadata((("grpc-status-details-bin", _RETRY),))
-        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _FULL)
+        raise AssertionError  # abort raises
 
 
-def _partial_success(batch: Batch) -> bytes:
-    invalid = [str(item) for item in batch.items if isinstance(item, RecordError)]
-    message = "; ".join(invalid[:_NAMED_INVALID])
-    if len(invalid) > _NAMED_INVALID:
-        message += f"; and {len(invalid) - _NAMED_INVALID} more"
-    response = ExportTraceServiceResponse()
-    response.partial_success.rejected_spans = batch.invalid
-    response.partial_success.error_message = message
-    return bytes(response.SerializeToString())
+def _authorization(context: grpc.ServicerContext) -> bytes | None:
+    for key, value in context.invocation_metadata():
+        if key == "authorization":
+            return value if isinstance(value, bytes) else value.encode()
+    return None
 
 
-def _retry_details() -> bytes:
-    details = AnyMessage()
-    details.Pack(RetryInfo(retry_delay=Duration(nanos=RETRY_AFTER_MS * 1_000_000)))
-    code: int = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-    return bytes(Status(code=code, message=_FULL, details=[details]).SerializeToString())
+def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    given = certificates.current()
 
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(given.key, given.certificate)], given.client_ca)
 
-_FULL = "the guard's queue is full; send the same records again"
-_RETRY = _retry_details()
+    def fetch() -> Any:
+        # Asked before every handshake; None keeps the last ones.
+        nonlocal given
+        current = certificates.current()
+        if current is given:
+            return None
+        given = current
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), fetch, require_client_authentication=certificates.client_ca_file is not None
+    )

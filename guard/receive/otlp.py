@@ -78,7 +78,7 @@ def parse_protobuf(data: bytes) -> Batch:
     return batch
 
 
-def parse_json_line(line: bytes | str) -> Batch:
+def parse_json_line(line: bytes | bytearray | memoryview | str) -> Batch:
     """Reads one ``ExportTraceServiceRequest`` in OTLP/JSON, as the Collector's file exporter writes it.
 
     Raises:

@@ -36,9 +36,12 @@ after it (linear probing). A search ends at a row that was never used. A request
 the board holds only requests that something was found about. Rows never move; a cleared row goes back to
 *never used* only where no live row's search passes over it.
 
-A reader copies a row between two reads of its version and tries again if they differ or are odd. The writer
-is Python, which has no memory barriers: on x86-64 stores are seen in the program's order (verdicts, then the
-watermark that vouches for them); on a machine with a weaker order that is not promised.
+A reader copies a row between two reads of its version and tries again if they differ or are odd. The writer stores
+with release semantics: what it wrote before a row's even version, or before the heartbeat, is seen by whoever sees
+that, so verdicts come before the watermark that vouches for them. A reader in C loads the version with acquire, and
+again behind an acquire fence. A reader in Python has no barriers to give: on x86-64 loads are made in the program's
+order all the same; on a machine with a weaker order that is likely (hundreds of instructions lie between) but not
+promised.
 
 A restarted guard writes a new file and renames it over the path; then it marks the old one closed. It never
 truncates or reuses the old file, so a mapping stays readable for as long as a reader keeps it. Verdicts in
@@ -59,14 +62,13 @@ MAGIC = int.from_bytes(b"KVGBOARD", sys.byteorder)
 VERSION = 1
 HEADER_BYTES = 4096
 ROW_BYTES = 64
-MAX_INCIDENT_BYTES = 24
 
 HEADER_WORDS = HEADER_BYTES // 8
 ROW_WORDS = ROW_BYTES // 8
-W_VERSION, W_REQUESTS, W_STREAMS, W_CREATED, W_PID = 1, 2, 3, 4, 5
+W_VERSION, W_REQUESTS, W_STREAMS = 1, 2, 3
 W_HEARTBEAT, W_CLOSED, W_SATURATED = 6, 7, 8
 
-EMPTY, CLEARED, LIVE = 0, 1, 2
+EMPTY, LIVE = 0, 2
 """A row's state word; a request's row has `LIVE` plus its verdict."""
 
 INCIDENT = struct.Struct("=QQQ")

@@ -2,13 +2,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
+#include <vector>
 
 #include "ledger/ledger.hpp"
+#include "py_ledger.hpp"
 #include "py_records.hpp"
 
 namespace nb = nanobind;
@@ -26,8 +30,9 @@ nb::object set_of(const Texts& texts) {
     return set;
 }
 
-// In the order of guard.native.ledger's `_Contents`.
-nb::object contents(const Finding& f) {
+}  // namespace
+
+nb::object kvguard::contents(const Finding& f) {
     nb::list runs;
     for (const auto& [start, stop] : f.pages) runs.append(nb::make_tuple(start, stop));
     return nb::make_tuple(static_cast<int>(f.kind), text(f.has_request, f.request), text(f.has_pool, f.pool),
@@ -35,6 +40,8 @@ nb::object contents(const Finding& f) {
                           f.seq, f.time_ns, text(f.has_transfer, f.transfer), text(f.reason),
                           set_of(f.other_tenants), set_of(f.other_requests), set_of(f.subjects), runs);
 }
+
+namespace {
 
 nb::object summary(const RequestSummary& r) {
     return nb::make_tuple(text(r.id), text(r.has_tenant, r.tenant), set_of(r.lineage), r.killed, r.disclosed);
@@ -159,6 +166,8 @@ void bind_ledger(nb::module_& m) {
         .def("feed_rows", &feed_rows, nb::arg("rows"), nb::arg("now_ns"))
         .def("advance", [](Ledger& self, std::int64_t now_ns) { self.advance(now_ns); self.moved().clear(); },
              nb::arg("now_ns"), nb::call_guard<nb::gil_scoped_release>())
+        .def("restore", [](Ledger& self, const Restored& before) { self.restore(before); self.moved().clear(); },
+             nb::arg("before"), nb::call_guard<nb::gil_scoped_release>())
         .def("finish", [](Ledger& self) { self.finish(); self.moved().clear(); },
              nb::call_guard<nb::gil_scoped_release>())
         .def("take_events", &take_events)

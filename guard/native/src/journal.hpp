@@ -1,8 +1,8 @@
 // The journal: what a restarted guard must know of the one before it, and incidents that the store may not hold yet.
 //
-// An append-only file of checked entries. Entries are gathered in memory and leave with one write() at `flush`; what
+// An append-only file of checked entries (journal_format.hpp says what its bytes are). Entries are gathered in memory and leave with one write() at `flush`; what
 // was flushed outlives a kill -9 (not a power cut: nothing is synced). When the file has grown past its limit it is
-// written anew from what is live, beside the old one, and renamed over it.
+// written anew from what is live, beside the old one, and renamed over it. Not for two threads at once.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +35,17 @@ class Journal final : public Witness {
     // Keeps an incident's text (opaque here) under its id until it is settled: then the store has it.
     void incident(std::string_view id, std::string_view text);
     void settled(std::string_view id);
-    // Writes out what was gathered. Returns false when the disk does not take it (it is kept and tried again).
+    // Writes out what was gathered. Returns false when the disk does not take it: then it is kept and tried again, and
+    // where that would be too much, the file is written anew once the disk takes it.
     bool flush();
 
-    std::uint64_t bytes() const;     // of the file
-    std::uint64_t failures() const;  // flushes that failed
+    std::uint64_t bytes() const;      // of the file
+    std::uint64_t failures() const;   // writes that failed
+    std::uint64_t rewrites() const;   // how often the file was written anew
+    std::uint64_t cut_off() const;    // bytes at the file's end that were no whole frame when it was opened
+    std::uint64_t dropped() const;    // what was beyond a limit and is not known to the next guard
+    std::uint64_t requests() const;   // known, one for each stream that it is known on
+    std::uint64_t unsettled() const;  // incidents that the store may not have
 
   private:
     Journal();

@@ -73,6 +73,7 @@ void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
 
 void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page* page, const Where* released,
              Transfer* writer) {
+    if (world.unseen(rs)) return;  // what it had, and what had arrived for it, before the guard's restart is not known
     if (page != nullptr && writer != nullptr && page->links != nullptr)
         for (const Ref<Late>& known : page->links->late)
             if (known->rs == rs && known->transfer == writer && known->confirmed) return;

@@ -429,7 +429,7 @@ std::size_t Ledger::streams() const { return impl_->streams.size(); }
 
 StreamState Ledger::stream(std::size_t index) const {
     const Stream& stream = *impl_->streams[index];
-    return {stream.name->text, stream.epoch, stream.processed, stream.duplicates, stream.late};
+    return {stream.name->text, stream.epoch, stream.processed, stream.duplicates, stream.late, stream.time_ns};
 }
 
 std::vector<std::uint32_t>& Ledger::moved() { return impl_->moved; }

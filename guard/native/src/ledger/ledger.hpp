@@ -99,6 +99,7 @@ struct StreamState {
     std::int64_t epoch = -1;      // -1: none yet
     std::int64_t processed = -1;  // every record up to it is judged: the watermark
     std::uint64_t duplicates = 0, late = 0;
+    std::uint64_t time_ns = 0;  // of its newest record judged
 };
 
 struct Sizes {

@@ -22,7 +22,6 @@ std::vector<Ref<Late>> lates_of(const RequestStream* rs) {
 
 // Transfers in flight to pages that the request never had here: wherever they land, it is not its page.
 void never_owned(World& world, RequestStream* rs) {
-    if (world.unseen(rs)) return;  // it may have had them before the guard's restart
     const auto transfers = rs->request->transfers;
     for (const Ref<Transfer>& transfer : transfers) {
         Pool* const pool = transfer->pool;

@@ -66,7 +66,7 @@ class ObjectPool {
     };
 
     void grow() {
-        chunks_.push_back(std::make_unique<Chunk>());
+        chunks_.push_back(std::make_unique_for_overwrite<Chunk>());
         for (std::size_t i = kSlots; i-- > 0;) {
             Slot& slot = chunks_.back()->slots[i];
             slot.live = false;

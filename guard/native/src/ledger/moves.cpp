@@ -109,8 +109,15 @@ void begun_late(World& world, RequestStream* receiver, Pool* pool, std::uint64_t
         suspect(world, receiver, pool, index, page, &where, transfer);
         return;
     }
-    if (receiver->ended && !receiver->gone && !world.unseen(receiver))
+    if (receiver->ended && !receiver->gone)
         suspect(world, receiver, pool, index, page, nullptr, transfer);
+}
+
+// Whether what ends here may have begun before the guard's restart.
+bool begun_before(World& world, const RequestStream* rs) {
+    return world.restored && std::all_of(rs->request->streams.begin(), rs->request->streams.end(), [&](const auto& other) {
+               return other == rs || world.unseen(other) || world.own_pool(other->stream, false)->role == KVG_ROUTER;
+           });
 }
 
 // A transfer, or pieces of one, ended here and did not begin.
@@ -121,10 +128,7 @@ void unknown(World& world, Stream& stream, RequestStream* rs, const Record& reco
     if (record.status != KVG_OK) return;
     ++world.gaps;
     Pool* const pool = world.pool_of(record, stream.name);
-    bool before = world.restored;
-    for (const RequestStream* sender : rs->request->streams)
-        before = before && (sender == rs || world.unseen(sender) ||
-                            world.own_pool(sender->stream, false)->role == KVG_ROUTER);
+    const bool before = begun_before(world, rs);
     rs->marked_degraded = true;
     Evidence pages;
     world.within(pool, never_sent, [&](std::uint64_t index, Page& page) {
@@ -365,7 +369,7 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
         begun = true;
         if (!t->received) transfers.push_back(t);
     }
-    if (begun && missing_begin(world, record)) {
+    if (begun && ((record.status == KVG_OK && begun_before(world, rs)) || missing_begin(world, record))) {
         std::unordered_set<std::uint64_t> covered;
         for (const Ref<Transfer>& t : all)
             if (t->pool->id == pool_id) each_page(t->peer_pages.view(), [&](std::uint64_t index) { covered.insert(index); });
@@ -373,7 +377,7 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
         each_page(record.pages, [&](std::uint64_t index) {
             if (covered.count(index) == 0) rest.append(index);
         });
-        unknown(world, stream, rs, record, where, rest.view());
+        if (!rest.view().empty()) unknown(world, stream, rs, record, where, rest.view());
     } else if (!begun && !world.done.went_to(record.transfer, pool_id)) {
         unknown(world, stream, rs, record, where, record.pages);
     }
