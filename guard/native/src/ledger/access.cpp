@@ -150,8 +150,8 @@ void note_page(SortedRuns& runs, std::uint64_t index) {
 void write(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     Pool* const pool = world.pool_of(record, stream.name);
     Ref<Taint> label = rs->label;
-    Name* const tenant = world.tenant_names.intern(record.tenant);
-    const Ref<Name> keep(tenant);
+    const Ref<Name> keep = world.tenant_of(rs, record);
+    Name* const tenant = keep.get();
     if (record.code == KVG_PUBLIC) {
         label = world.public_label;
     } else if (!world.taints.sets.contains(label->tenants, tenant)) {
@@ -194,8 +194,8 @@ void into_foreign_page(World& world, RequestStream* rs, Pool* pool, std::uint64_
 
 void read(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     Pool* const pool = world.pool_of(record, stream.name);
-    Name* const tenant = world.tenant_names.intern(record.tenant);
-    const Ref<Name> keep(tenant);
+    const Ref<Name> keep = world.tenant_of(rs, record);
+    Name* const tenant = keep.get();
     const std::unordered_set<std::uint64_t>* permitted = nullptr;
     if (rs->permitted)
         if (const auto at = rs->permitted->find(pool); at != rs->permitted->end()) permitted = &at->second;
@@ -256,8 +256,8 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
 void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     if (record.extra < 200 || record.extra >= 300) return;
     keep_looked(rs->responses, where, world.pool_name(record, stream.name), {}, 0);
-    Name* const tenant = world.tenant_names.intern(record.tenant);
-    const Ref<Name> keep(tenant);
+    const Ref<Name> keep = world.tenant_of(rs, record);
+    Name* const tenant = keep.get();
     if (rs->label->open() || world.taints.foreign(rs->label->tenants, tenant)) {
         auto watcher = std::make_unique<TaintedResponse>(world, rs, tenant, record.pool_id(), where);
         watcher->grown(*rs->label);

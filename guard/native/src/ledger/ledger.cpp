@@ -25,7 +25,7 @@ struct Ledger::Impl {
     Index<Stream> by_name;
     std::vector<std::unique_ptr<Stream>> streams;
     std::vector<Stream*> sorted;  // by name
-    Stream* last = nullptr;
+    Stream* lately[8] = {};  // by a glance at their names: records of few streams alternate
     std::map<std::string, std::vector<Stream*>, std::less<>> waiting;  // transfer id -> streams that wait for it
     std::uint64_t time_ns = 0, fed = 0;
     std::map<Stream*, std::uint64_t> restarting;  // in replay: how many records may be fed before a new epoch begins
@@ -38,9 +38,11 @@ struct Ledger::Impl {
     }
 
     Stream* find(std::string_view name) {
-        if (last != nullptr && last->name->text == name) return last;
+        Stream*& known = lately[(name.size() + static_cast<unsigned char>(name.front()) +
+                                 static_cast<unsigned char>(name.back())) % 8];
+        if (known != nullptr && known->name->text == name) return known;
         Stream* const stream = by_name.find(name);
-        if (stream != nullptr) last = stream;
+        if (stream != nullptr) known = stream;
         return stream;
     }
 
@@ -53,7 +55,7 @@ struct Ledger::Impl {
         sorted.insert(std::upper_bound(sorted.begin(), sorted.end(), stream,
                                        [](const Stream* a, const Stream* b) { return a->name->text < b->name->text; }),
                       stream);
-        return last = stream;
+        return stream;
     }
 
     void drop(Limit limit, const Where& where) {
@@ -469,7 +471,7 @@ std::uint64_t Ledger::bytes() const {
                           w.request_streams.bytes() + w.transfer_pool.bytes() + w.late_pool.bytes() +
                           w.request_names.bytes() + w.tenant_names.bytes() + w.sharers.bytes() + w.incoming.bytes();
     for (const auto& stream : impl_->streams) {
-        bytes += stream->recent.size() * 16;
+        bytes += stream->recent.size() * sizeof(Stream::Recent);
         for (const auto& [seq, held] : stream->held) bytes += held.size() + 64;
         for (const auto& ready : stream->ready) bytes += ready.size() + 32;
     }

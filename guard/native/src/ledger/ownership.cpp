@@ -162,8 +162,8 @@ void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record
 void share(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     Pool* const pool = world.pool_of(record, stream.name);
     std::uint64_t fresh = 0;
-    Name* const tenant = world.tenant_names.intern(record.tenant);
-    const Ref<Name> keep(tenant);
+    const Ref<Name> keep = world.tenant_of(rs, record);
+    Name* const tenant = keep.get();
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         if (!world.shared_to(pool, index, page, rs->request) || !world.ever_shared(rs, pool, index)) ++fresh;
         world.share_to(rs, pool, index, page);

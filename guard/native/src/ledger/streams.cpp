@@ -53,10 +53,7 @@ bool Stream::push(std::uint64_t seq, std::string_view bytes, std::int64_t deadli
                 return true;
             }
         ++duplicates;
-        const auto at = std::lower_bound(recent.begin(), recent.end(), seq,
-                                         [](const auto& known, std::uint64_t wanted) { return known.first < wanted; });
-        return static_cast<std::int64_t>(seq) < resumed ||
-               (at != recent.end() && at->first == seq && at->second == hash(bytes));
+        return static_cast<std::int64_t>(seq) < resumed || remembers(seq, hash(bytes));
     }
     const auto [place, added] = held.try_emplace(seq, bytes);
     if (!added) {

@@ -50,7 +50,14 @@ struct Stream {
     std::string waiting_for;
     std::vector<std::pair<std::uint64_t, std::map<std::uint64_t, std::string>>> successors;  // as they came
     std::size_t later = 0;                                                                  // records in them
-    std::deque<std::pair<std::uint64_t, std::uint64_t>> recent;  // (seq, hash) of those given out, rising
+    // One given out lately, at the place of its seq modulo kRecent.
+    struct Recent {
+        std::uint64_t hash = 0;
+        std::uint32_t seq = 0;    // its low half
+        std::uint32_t given = 0;  // how many had been given out with it, modulo 2^32; 0: none here
+    };
+    std::vector<Recent> recent;
+    std::uint32_t given = 0;
     std::deque<Gap> given_up;
     std::deque<std::uint64_t> past;
     std::uint64_t duplicates = 0, late = 0;
@@ -69,8 +76,16 @@ struct Stream {
     bool idle() const { return held.empty() && ready.empty() && !waiting; }
 
     void remember(std::uint64_t seq, std::uint64_t hash) {
-        recent.emplace_back(seq, hash);
-        if (recent.size() > kRecent) recent.pop_front();
+        if (recent.empty()) recent.resize(kRecent);
+        given += given == UINT32_MAX ? 2 : 1;
+        recent[seq % kRecent] = {hash, static_cast<std::uint32_t>(seq), given};
+    }
+    // Whether it was given out lately with this hash.
+    bool remembers(std::uint64_t seq, std::uint64_t hash) const {
+        if (recent.empty()) return false;
+        const Recent& known = recent[seq % kRecent];
+        return known.given != 0 && known.seq == static_cast<std::uint32_t>(seq) && known.hash == hash &&
+               given - known.given < kRecent;
     }
     // Takes in a record that is not simply the next one; false when the sequence runs backwards with it.
     bool push(const Record& record, std::int64_t deadline, const Hash& hash);

@@ -196,6 +196,10 @@ struct World {
     void note_over(Request* request);
     void fetch_retiring() const;
     void unend(Request* request);
+    // The record's tenant: its request's on that stream, nearly always.
+    Ref<Name> tenant_of(const RequestStream* rs, const Record& record) {
+        return rs->tenant->key() == record.tenant ? rs->tenant : Ref<Name>(tenant_names.intern(record.tenant));
+    }
     void retire(Request* request);
     void destroy(Request* request);
 
