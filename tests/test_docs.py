@@ -76,6 +76,8 @@ class Bench:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVGUARD_")}
         # The nested pytest must not write over what this one remembers.
         self._environment = {**kept, "PATH": path, "TERM": "dumb", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+        # Nothing in the documents uses it, and another guard on this machine may have its port.
+        self._environment["KVGUARD_LISTEN__OTLP_HTTP"] = "127.0.0.1:0"
 
     def adapt(self, text: str) -> str:
         for theirs, ours in self._replacements.items():

@@ -212,7 +212,7 @@ def test_a_ring_that_another_guard_has_is_named(
 ) -> None:
     make()
     with pytest.raises(BindError, match=f"{tmp_path}/board/ring"):
-        make()
+        make("journal.enabled=false")
 
 
 def test_a_locked_incident_store_does_not_hold_up_verdicts(
