@@ -259,6 +259,7 @@ def guarding(protocol: str) -> Iterator[Server]:
         config = {
             "listen": {f"otlp_{protocol}": "127.0.0.1:0", other: None, "http": "127.0.0.1:0"},
             "board": {"path": f"{directory}/board"},
+            "ring": {"path": f"{directory}/ring"},
             "incidents": {"path": f"{directory}/incidents.db"},
             # What was refused and comes again must not be given up meanwhile.
             "ledger": {"reorder_window_ms": 30_000},
