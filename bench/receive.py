@@ -31,13 +31,14 @@ import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from rotel_process import rotel  # the tests' way to run it
 
+from bench import QUICK
 from guard.act.board import BoardReader
 from guard.receive.grpc import SERVICE
 
 SPANS = 512
 MESSAGES = 64
 """Different ones; together they are one stream."""
-SECONDS = float(os.environ.get("BENCH_SECONDS", "4"))
+SECONDS = float(os.environ.get("BENCH_SECONDS", "0.5" if QUICK else "4"))
 STREAMS = int(os.environ.get("BENCH_STREAMS", "40"))
 _TAG = "t0000000"
 """In the ids of streams, pools and requests, to be replaced in a message."""
