@@ -240,9 +240,6 @@ def serve(protocol: str) -> None:
     from guard.receive.intake import Intake
 
     class Count:
-        def full(self) -> bool:
-            return False
-
         def put(self, rows: Rows, received_ns: int) -> bool:
             return True
 

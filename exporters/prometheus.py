@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,8 +14,10 @@ from prometheus_client.registry import Collector
 from guard import __version__
 from guard.counters import ReceiverCounts
 from guard.native._core import LATENCY_BOUNDS, CoreStats
-from guard.receive.forward import Forwarder
 from guard.runtime import Runtime
+
+if TYPE_CHECKING:
+    from guard.receive.forward import Forwarder
 
 
 class GuardCollector(Collector):
@@ -60,6 +63,8 @@ class GuardCollector(Collector):
         yield _counter("incident_write_failures", "Attempts to write incidents that failed.", recorder.failures)
         yield _counter("incident_events_dropped", "Changes of incidents lost to a full queue.", recorder.dropped)
         yield _gauge("incident_queue", "Changes of incidents that wait for the disk.", recorder.depth)
+        yield _gauge("journal_bytes", "Length of the journal.", stats.journal_bytes)
+        yield _counter("journal_write_failures", "Attempts to write the journal that failed.", stats.journal_failures)
         aborter = runtime.aborter
         yield _counters(
             "abort_calls", "Abort calls to the engine, by result.", ("result",),

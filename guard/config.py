@@ -209,7 +209,7 @@ class Board(_Section):
 class Ring(_Section):
     """Shared memory through which processes on this machine hand over records, beside OTLP."""
 
-    on: bool = True
+    enabled: bool = True
     path: str = "/dev/shm/kvguard/ring"
     """The file; engines are told the same. It gets mode 0600, so engine and guard run as the same user."""
     lanes: int = Field(default=16, ge=1, le=1024)
@@ -238,7 +238,7 @@ class Journal(_Section):
     """What the guard that takes over after this one must know: pools, epochs, live requests, and incidents that the
     store does not have yet."""
 
-    on: bool = True
+    enabled: bool = True
     path: str | None = None
     """The file; ``journal`` beside the incidents when None. It gets mode 0600."""
     limit_mib: int = Field(default=32, ge=1, le=4096)
@@ -290,7 +290,7 @@ class Config(_Section):
     @property
     def journal_path(self) -> str | None:
         """The journal's file; None when there is to be none."""
-        if not self.journal.on:
+        if not self.journal.enabled:
             return None
         return self.journal.path or os.path.join(os.path.dirname(self.incidents.path), "journal")
 

@@ -1,7 +1,7 @@
 """``guardd``: the sidecar's process. Puts the parts together, serves until SIGTERM, and says why if it cannot.
 
 Exit status: 0 stopped in order, 2 the configuration cannot be used, 3 an address, the board or the ring is taken or
-cannot be had, 70 the ledger failed of an error of its own (start it again: what it knew is lost, and it says which
+cannot be had, 70 the ledger failed of an error of its own (start it again: it says what it missed, and which
 pages it cannot vouch for).
 """
 
@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -27,9 +27,11 @@ from guard.incidents.store import StoreError
 from guard.log import log
 from guard.native._core import BoardWriter
 from guard.receive.address import Address, BindError
-from guard.receive.forward import Forwarder
 from guard.receive.receivers import Receivers
 from guard.runtime import Runtime
+
+if TYPE_CHECKING:
+    from guard.receive.forward import Forwarder
 
 EXIT_CONFIG, EXIT_BIND, EXIT_FAILED = 2, 3, 70
 _EXITS = (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from guard.act.abort import Aborter
 from guard.config import Config
 from guard.counters import Counters
 from guard.findings import Finding
@@ -22,6 +22,9 @@ from guard.log import log
 from guard.native._core import BoardWriter, Core, CoreStats, Happened, Inbox, Journal, Restored
 from guard.native.ledger import core_policy, core_settings, finding_of
 from guard.receive.address import BindError
+
+if TYPE_CHECKING:
+    from guard.act.abort import Aborter
 
 _PAUSE_S = 0.2
 """Longest pause of the thread that writes up, which is woken when there is something."""
@@ -59,6 +62,8 @@ class Runtime:
         self.failure: BaseException | None = None
         self.aborter: Aborter | None = None
         if config.engine.abort_url is not None:
+            from guard.act.abort import Aborter  # its HTTP client is a third of what a start takes
+
             self.aborter = Aborter(
                 config.engine.abort_url,
                 config.engine.key_text(),
@@ -75,7 +80,7 @@ class Runtime:
                 enforce=self._enforce,
                 inbox=self.inbox,
                 board=board,
-                ring=config.ring.path if config.ring.on else None,
+                ring=config.ring.path if config.ring.enabled else None,
                 ring_lanes=config.ring.lanes,
                 ring_rows=config.ring.rows,
                 journal=self._journal,

@@ -228,6 +228,7 @@ def guarded_engine(
     guard: dict[str, Any] | None = None,
     start_guard: bool = True,
     collect: bool = False,
+    carrier: str = "otlp",
     **fields: Any,
 ) -> Iterator[Guarded]:
     """Starts an engine, and a guard beside it, and stops both.
@@ -243,6 +244,7 @@ def guarded_engine(
         guard: Further fields of the guard's configuration.
         start_guard: Whether there is a guard from the start.
         collect: Whether there is a second OTLP endpoint.
+        carrier: What takes the records to the guard: ``otlp``, ``ring`` or ``both``.
         fields: Of the engine's configuration.
     """
     with contextlib.ExitStack() as stack:
@@ -259,7 +261,8 @@ def guarded_engine(
                 environment={"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BSP_MAX_QUEUE_SIZE": "65536"},
                 tenants={**TENANTS, CAROL: "carol-corp", DAVE: "dave-corp"},
                 guard=GuardConfig(
-                    endpoint=f"unix:{directory}/run/otlp.sock",
+                    endpoint=None if carrier == "ring" else f"unix:{directory}/run/otlp.sock",
+                    ring=None if carrier == "otlp" else f"{directory}/run/ring",
                     board=f"{directory}/run/board",
                     gate=gate,  # type: ignore[arg-type]
                     wait_ms=wait_ms,

@@ -35,14 +35,14 @@ class RecordingSink:
         self.waiting = 0
         self.records: list[Record] = []
         self.times: list[int] = []
+        self.asked = 0
+        """How often it had no room."""
         self._lock = threading.Lock()
-
-    def full(self) -> bool:
-        return self.waiting >= self.capacity
 
     def put(self, rows: Rows, received_ns: int) -> bool:
         with self._lock:
             if self.waiting + len(rows) > self.capacity:
+                self.asked += 1
                 return False
             self.waiting += len(rows)
             self.records.extend(rows)

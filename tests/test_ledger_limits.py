@@ -101,7 +101,8 @@ def test_the_guards_counters_are_the_ledgers(tmp_path: Path) -> None:
         rig.admit(stream, "a1")
     board = BoardWriter.create(tmp_path / "board")
     config = load(
-        environ={}, settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0", "ring.on=false", "journal.on=false"]
+        environ={},
+        settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0", "ring.enabled=false", "journal.enabled=false"],
     )
     runtime = Runtime(config, board, Recorder(str(tmp_path / "incidents.db")))
     rows = Rows()

@@ -18,6 +18,7 @@ from guard_process import CASES, case, until
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from receiving import PROTOBUF, Client, RecordingSink, free, gzipped, json_request, over_http, request
 
+from guard.receive import connection
 from guard.receive.access import Tokens
 from guard.receive.address import Address, BindError
 from guard.receive.decode import decode_json, decode_protobuf
@@ -88,6 +89,29 @@ def test_invalid_records_are_a_partial_success_that_names_them(http: Client, sin
         assert message.endswith("and 2 more")
     assert [type(record) for record in sink.records] == ([Free] + [Record] * 5) * 2
     assert sink.records[:6] == sink.records[6:]
+
+
+@pytest.mark.parametrize("size", [1, 500, 30_000])
+@pytest.mark.parametrize("make", [request, json_request])
+def test_a_sender_waits_for_room_before_it_is_refused(make: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PATIENCE_S", 30)
+    sink = RecordingSink(1)
+    kind = JSON if make is json_request else PROTOBUF
+    with over_http(sink) as http, connect(http) as raw, raw.makefile("rb") as stream:
+        message = make(free(0), {"name": "chat", "text": "x" * size})
+        raw.sendall((head(len(message), kind=kind) + message) * 3)
+        for answered in range(3):
+            assert stream.readline() == b"HTTP/1.1 200 OK\r\n"
+            while (line := stream.readline()) != b"\r\n":
+                if line.startswith(b"content-length:"):
+                    length = int(line.split()[1])
+            stream.read(length)
+            if answered < 2:
+                until(lambda: sink.asked)
+                sink.asked = 0
+                sink.drain()
+        assert not any(http.counts.refused.values())
+    assert sink.places == [("decode-0", 0)] * 3
 
 
 def test_a_full_queue_is_retryable_and_keeps_nothing() -> None:

@@ -240,7 +240,7 @@ void Trace::abort(Request& r) {
 void Trace::begin(std::uint32_t index) {
     Request& r = requests_[index];
     Worker& w = workers_[r.prefill];
-    if (w.in_flight.size() >= kMaxInFlight) land(w.in_flight.front());
+    while (w.in_flight.size() >= kMaxInFlight) land(w.in_flight.front());
     w.in_flight.push_back(index);
     r.step = Step::flight;
     begin_piece(r);

@@ -70,7 +70,7 @@ class Stand:
             {
                 "mode": "enforce",
                 "listen": {"otlp_grpc": sock, "otlp_http": None, "http": f"127.0.0.1:{_free_port()}"},
-                "ring": {"on": False},
+                "ring": {"enabled": False},
                 "board": {"path": board},
                 "incidents": {"path": str(self.incidents)},
                 "engine": {"abort_url": f"{self.url}/abort_request", "admin_key": self.admin_key},

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from typing_extensions import Buffer
 
+from guard.findings import Finding
 from guard.records import Record
 
 # Records
@@ -130,9 +131,12 @@ class Ledger:
     def advance(self, now_ns: int) -> None: ...
     def restore(self, before: Restored) -> None: ...
     def finish(self) -> None: ...
-    def take_events(self) -> list[tuple[bool, FindingContents | None, RequestContents | None]]:
+    def take_events(
+        self, update: Callable[[FindingContents, Finding | None], Finding]
+    ) -> list[tuple[bool, Finding | None, RequestContents | None]]:
         """What happened since: findings, each once and as it is now (True: new), and requests forgotten.
 
+        `update` fills in a finding that was told of before, or makes a new one (None).
         Without `summaries`, of requests forgotten only those that a finding names or hits, and of these the id alone.
         """
 

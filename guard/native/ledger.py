@@ -123,8 +123,6 @@ class Ledger:
         )
         self._on_finding = on_finding
         self._on_retire = on_retire
-        self._findings: dict[str | None, dict[tuple[Kind, str | None], Finding]] = {}
-        """Those that may still grow, by the request that they name."""
 
     def feed(self, record: Record, now_ns: int = 0) -> None:
         """Takes one record in, and judges all that it makes ready.
@@ -200,39 +198,28 @@ class Ledger:
         return self._core.watermark(stream)
 
     def _tell(self) -> None:
-        for new, finding, retired in self._core.take_events():
+        for new, finding, retired in self._core.take_events(finding_of):
             if finding is not None:
-                self._on_finding(self._finding(new, finding), new)
+                self._on_finding(finding, new)
             elif retired is not None:
-                self._findings.pop(retired[0], None)
                 self._on_retire(Request(*retired))
 
-    def _finding(self, new: bool, contents: _core.FindingContents) -> Finding:
-        kind, request, pool = _KINDS[contents[0]], contents[1], contents[2]
-        known = self._findings.setdefault(request, {})
-        finding = None if new else known.get((kind, pool))
-        if finding is None:
-            finding = known[kind, pool] = finding_of(contents)
-        else:
-            _update(finding, contents)
-        return finding
 
-
-def finding_of(contents: _core.FindingContents) -> Finding:
-    """A finding out of what the native core says of it."""
-    finding = Finding(
-        kind=_KINDS[contents[0]], action=Action.OBSERVE, request=contents[1], tenant=None, pool=contents[2], stream="",
-        epoch=0, seq=0, time_ns=0,
-    )  # fmt: skip
-    _update(finding, contents)
-    return finding
-
-
-def _update(finding: Finding, contents: _core.FindingContents) -> None:
+def finding_of(contents: _core.FindingContents, finding: Finding | None = None) -> Finding:
+    """The finding, a new one if none is given, with what the native core says of it."""
     (
-        _, _, _, finding.tenant, action, degraded, finding.stream, finding.epoch, finding.seq, finding.time_ns,
-        finding.transfer, finding.reason, finding.other_tenants, finding.other_requests, finding.subjects, runs,
+        kind, request, pool, tenant, action, degraded, stream, epoch, seq, time_ns, transfer, reason, other_tenants,
+        other_requests, subjects, runs,
     ) = contents  # fmt: skip
+    if finding is None:
+        finding = Finding(
+            kind=_KINDS[kind], action=_ACTIONS[action], request=request, tenant=tenant, pool=pool, stream=stream,
+            epoch=epoch, seq=seq, time_ns=time_ns,
+        )  # fmt: skip
     finding.action = _ACTIONS[action]
     finding.confidence = Confidence.DEGRADED if degraded else Confidence.FULL
+    finding.stream, finding.epoch, finding.seq, finding.time_ns = stream, epoch, seq, time_ns
+    finding.transfer, finding.reason = transfer, reason
+    finding.other_tenants, finding.other_requests, finding.subjects = other_tenants, other_requests, subjects
     finding.pages = PageSet(runs)
+    return finding

@@ -20,7 +20,7 @@ from guard.receive.access import Tokens
 from guard.receive.answer import BAD_TOKEN, FULL, refusal, success
 from guard.receive.body import BodyError, Chunks, TooLargeError, inflate
 from guard.receive.head import MAX_HEAD, Head, Refusal
-from guard.receive.intake import FullError, Intake
+from guard.receive.intake import PATIENCE_S, POLL_S, Intake, Message
 
 _BUFFER = 64 << 10
 _FIRST_BODY = 256 << 10
@@ -281,22 +281,50 @@ class Connection(asyncio.BufferedProtocol):
         assert head is not None
         at_once = _JSON_AT_ONCE if head.json else _INFLATE_AT_ONCE if head.compressed else _AT_ONCE
         if len(data) <= at_once:
-            self._answer(answer(terms, head, data))
+            self._settle(read_body(terms, head, data), None)
             return
-        self._working = True
-        self._transport.pause_reading()
+        self._wait()
         # What waits behind it in the connection's buffer is moved about meanwhile.
         body = bytes(data) if data.obj is self._buffer else data
-        terms.loop.run_in_executor(terms.workers, answer, terms, head, body).add_done_callback(self._worked)
+        terms.loop.run_in_executor(terms.workers, read_body, terms, head, body).add_done_callback(self._worked)
 
-    def _worked(self, future: asyncio.Future[bytes]) -> None:
-        self._working = False
-        if self._closing or future.cancelled():
+    def _worked(self, future: asyncio.Future[Message | Refusal]) -> None:
+        if not self._closing and not future.cancelled():
+            self._settle(future.result(), None)
+
+    def _settle(self, read: Message | Refusal, deadline: float | None) -> None:
+        """Queues a message, or waits for room until the deadline, and answers."""
+        if self._closing:
             return
-        if not self._full:
-            self._transport.resume_reading()
-        self._answer(future.result())
-        self._advance()
+        head, terms, status = self._head, self._terms, 200
+        assert head is not None
+        if isinstance(read, Refusal):
+            terms.intake.counts.refuse(read.reason)
+            status, body = read.status, refusal(_CODES[read.status], str(read), as_json=head.json)
+        elif terms.intake.put(read):
+            body = success(read.decoded, as_json=head.json)
+        else:
+            now = terms.loop.time()
+            self._wait()
+            if deadline is not None and now >= deadline:
+                self._settle(Refusal(503, "full", FULL), None)
+            else:
+                terms.loop.call_later(POLL_S, self._settle, read, deadline or now + PATIENCE_S)
+            return
+        if status == 200 and not body and head.keep_alive:
+            self._answer(_OK)
+        else:
+            self._answer(_response(status, body, as_json=head.json, keep_alive=head.keep_alive))
+        if self._working:
+            self._working = False
+            if not self._full and not self._closing:
+                self._transport.resume_reading()
+            self._advance()
+
+    def _wait(self) -> None:
+        if not self._working:
+            self._working = True
+            self._transport.pause_reading()
 
     def _answer(self, response: bytes) -> None:
         assert self._head is not None
@@ -331,34 +359,20 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.close()
 
 
-def answer(terms: Terms, head: Head, data: bytes | memoryview) -> bytes:
-    """Takes a request's body; in any thread.
+def read_body(terms: Terms, head: Head, data: bytes | memoryview) -> Message | Refusal:
+    """Inflates and decodes a request's body; in any thread.
 
     Returns:
-        The response.
+        The message, or why there is none.
     """
-    counts, as_json = terms.intake.counts, head.json
     try:
         if head.compressed:
-            decoded = terms.intake.take(inflate(data, terms.max_message_bytes), json=as_json, wire_bytes=len(data))
-        else:
-            decoded = terms.intake.take(data, json=as_json)
-    except FullError:
-        status, message = 503, FULL
+            return terms.intake.read(inflate(data, terms.max_message_bytes), json=head.json, wire_bytes=len(data))
+        return terms.intake.read(data, json=head.json)
     except TooLargeError as error:
-        counts.refuse("too-large")
-        status, message = 413, str(error)
-    except BodyError as error:
-        counts.refuse("malformed")
-        status, message = 400, str(error)
+        return Refusal(413, "too-large", str(error))
     except ValueError as error:
-        status, message = 400, str(error)
-    else:
-        if not decoded.invalid and not as_json and head.keep_alive:
-            return _OK
-        return _response(200, success(decoded, as_json=as_json), as_json=as_json, keep_alive=head.keep_alive)
-    body = refusal(_CODES[status], message, as_json=as_json)
-    return _response(status, body, as_json=as_json, keep_alive=head.keep_alive)
+        return Refusal(400, "malformed", str(error))
 
 
 def _response(status: int, body: bytes, *, as_json: bool, keep_alive: bool, head: Head | None = None) -> bytes:

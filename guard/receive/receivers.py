@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from guard.counters import ReceiverCounts
 from guard.receive.address import Address
-from guard.receive.forward import Forwarder
 from guard.receive.grpc import GrpcReceiver
 from guard.receive.http import HttpReceiver
 from guard.receive.intake import Intake
@@ -15,6 +14,7 @@ from guard.receive.target import Target
 
 if TYPE_CHECKING:
     from guard.config import Listen
+    from guard.receive.forward import Forwarder
 
 
 class Receivers:
@@ -38,6 +38,8 @@ class Receivers:
         tokens, certificates = listen.tokens(), listen.certificates()
         self.forwarder: Forwarder | None = None
         if listen.forward_to is not None:
+            from guard.receive.forward import Forwarder  # its HTTP client is a third of what a start takes
+
             self.forwarder = Forwarder(
                 Target.parse(listen.forward_to),
                 token=listen.forward_token_text(),

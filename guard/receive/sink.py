@@ -10,9 +10,6 @@ from guard.receive.decode import Rows
 class Sink(Protocol):
     """A bounded queue. Any thread may call it; none waits in it."""
 
-    def full(self) -> bool:
-        """Whether not even one more record would be taken."""
-
     def put(self, rows: Rows, received_ns: int) -> bool:
         """Queues the records of one message, all or none.
 
@@ -21,5 +18,5 @@ class Sink(Protocol):
             received_ns: When the message came, in nanoseconds since the Unix epoch.
 
         Returns:
-            False if there is no room, or never will be.
+            False if there is no room, or never will be; the records may then be given again.
         """

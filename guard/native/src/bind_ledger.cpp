@@ -5,10 +5,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "ledger/ledger.hpp"
@@ -47,56 +48,85 @@ nb::object summary(const RequestSummary& r) {
     return nb::make_tuple(text(r.id), text(r.has_tenant, r.tenant), set_of(r.lineage), r.killed, r.disclosed);
 }
 
-// Takes what happened: (new, contents, None) of findings, each once, as it is now; (False, None, summary) of requests
-// that were forgotten.
-nb::list take_events(Ledger& ledger) {
+// The ledger, and the Python findings that stand for its own.
+struct PyLedger {
+    PyLedger(const Policy& policy, const Settings& settings, bool summaries) : ledger(policy, settings) {
+        ledger.want_retired(summaries ? Ledger::Retired::all : Ledger::Retired::marked);
+    }
+
+    struct Known {
+        std::weak_ptr<const Finding> finding;
+        nb::object object;
+    };
+    Ledger ledger;
+    std::unordered_map<const Finding*, Known> known;
+    std::size_t tidy_at = 64;
+
+    // Forgets those that the ledger has forgotten.
+    void tidy() {
+        if (known.size() < tidy_at) return;
+        std::erase_if(known, [](const auto& entry) { return entry.second.finding.expired(); });
+        tidy_at = std::max<std::size_t>(64, 2 * known.size());
+    }
+};
+
+// Takes what happened, in order: (new, finding, None), each finding once and as it is now; (False, None, summary) of
+// requests that were forgotten. `update` fills in a finding, or makes one of nothing.
+nb::list take_events(PyLedger& self, const nb::callable& update) {
     nb::list out;
-    auto& events = ledger.events();
-    if (events.empty()) return out;
-    std::unordered_map<const Finding*, bool> seen;
+    std::vector<Event> events;
+    events.swap(self.ledger.events());
+    std::unordered_set<const Finding*> seen;
     for (const Event& event : events) {
         if (event.what == Event::What::retired) {
             out.append(nb::make_tuple(false, nb::none(), summary(event.request)));
-        } else if (seen.emplace(event.finding.get(), true).second) {
-            out.append(nb::make_tuple(event.what == Event::What::found, contents(*event.finding), nb::none()));
+            continue;
         }
+        const Finding* const finding = event.finding.get();
+        if (!seen.insert(finding).second) continue;
+        const bool fresh = event.what == Event::What::found;
+        nb::object& object = self.known[finding].object;
+        object = update(contents(*finding), fresh ? nb::none() : object);
+        self.known[finding].finding = event.finding;
+        out.append(nb::make_tuple(fresh, object, nb::none()));
     }
     events.clear();
+    self.tidy();
     return out;
 }
 
-void feed_rows(Ledger& ledger, const Rows& rows, std::int64_t now_ns) {
+void feed_rows(PyLedger& self, const Rows& rows, std::int64_t now_ns) {
     nb::gil_scoped_release release;
     Record record;
     for (std::size_t at = 0; at < rows.bytes.size(); at += padded(record.bytes.size())) {
         if (parse(rows.bytes.data() + at, rows.bytes.size() - at, record) != nullptr) break;  // `Rows` holds no such
-        ledger.feed(record, now_ns);
+        self.ledger.feed(record, now_ns);
     }
-    ledger.moved().clear();
+    self.ledger.moved().clear();
 }
 
 // One record, by way of a row that is used again and again.
-void feed(Ledger& ledger, nb::handle object, std::int64_t now_ns) {
+void feed(PyLedger& self, nb::handle object, std::int64_t now_ns) {
     thread_local Gathered gathered;
     thread_local Rows rows;
     rows.bytes.clear();
     rows.count = 0;
     gather(object.ptr(), gathered);
     append(rows, gathered.record);
-    feed_rows(ledger, rows, now_ns);
+    feed_rows(self, rows, now_ns);
 }
 
-nb::list streams(const Ledger& ledger) {
+nb::list streams(const PyLedger& self) {
     nb::list out;
-    for (std::size_t i = 0; i < ledger.streams(); ++i) {
-        const StreamState s = ledger.stream(i);
+    for (std::size_t i = 0; i < self.ledger.streams(); ++i) {
+        const StreamState s = self.ledger.stream(i);
         out.append(nb::make_tuple(text(s.name), s.epoch, s.processed, s.duplicates, s.late));
     }
     return out;
 }
 
-nb::object sizes(const Ledger& ledger) {
-    const Sizes s = ledger.sizes();
+nb::object sizes(const PyLedger& self) {
+    const Sizes s = self.ledger.sizes();
     nb::dict out;
     out["pages"] = s.pages;
     out["requests_live"] = s.requests_live;
@@ -106,9 +136,9 @@ nb::object sizes(const Ledger& ledger) {
     return out;
 }
 
-nb::object dropped_by(const Ledger& ledger) {
+nb::object dropped_by(const PyLedger& self) {
     nb::dict out;
-    for (int i = 0; i < kLimits; ++i) out[name_of(static_cast<Limit>(i))] = ledger.dropped(static_cast<Limit>(i));
+    for (int i = 0; i < kLimits; ++i) out[name_of(static_cast<Limit>(i))] = self.ledger.dropped(static_cast<Limit>(i));
     return out;
 }
 
@@ -155,34 +185,46 @@ void bind_ledger(nb::module_& m) {
         .def_rw("max_requests", &Settings::max_requests)
         .def_rw("max_request_streams", &Settings::max_request_streams)
         .def_rw("max_transfers", &Settings::max_transfers);
-    nb::class_<Ledger>(m, "Ledger", "The ledger; guard.native.ledger makes it look like guard.ledger's.")
-        .def("__init__",
-             [](Ledger* self, const Policy& policy, const Settings& settings, bool summaries) {
-                 new (self) Ledger(policy, settings);
-                 self->want_retired(summaries ? Ledger::Retired::all : Ledger::Retired::marked);
-             },
-             nb::arg("policy"), nb::arg("settings"), nb::kw_only(), nb::arg("summaries"))
+    nb::class_<PyLedger>(m, "Ledger", "The ledger; guard.native.ledger makes it look like guard.ledger's.")
+        .def(nb::init<const Policy&, const Settings&, bool>(), nb::arg("policy"), nb::arg("settings"), nb::kw_only(),
+             nb::arg("summaries"))
         .def("feed", &feed, nb::arg("record").none(), nb::arg("now_ns"))
         .def("feed_rows", &feed_rows, nb::arg("rows"), nb::arg("now_ns"))
-        .def("advance", [](Ledger& self, std::int64_t now_ns) { self.advance(now_ns); self.moved().clear(); },
+        .def("advance",
+             [](PyLedger& self, std::int64_t now_ns) {
+                 self.ledger.advance(now_ns);
+                 self.ledger.moved().clear();
+             },
              nb::arg("now_ns"), nb::call_guard<nb::gil_scoped_release>())
-        .def("restore", [](Ledger& self, const Restored& before) { self.restore(before); self.moved().clear(); },
+        .def("restore",
+             [](PyLedger& self, const Restored& before) {
+                 self.ledger.restore(before);
+                 self.ledger.moved().clear();
+             },
              nb::arg("before"), nb::call_guard<nb::gil_scoped_release>())
-        .def("finish", [](Ledger& self) { self.finish(); self.moved().clear(); },
+        .def("finish",
+             [](PyLedger& self) {
+                 self.ledger.finish();
+                 self.ledger.moved().clear();
+             },
              nb::call_guard<nb::gil_scoped_release>())
-        .def("take_events", &take_events)
+        .def("take_events", &take_events, nb::arg("update"))
         .def("streams", &streams)
-        .def("watermark", [](const Ledger& self, std::string_view stream) {
-            const auto [epoch, seq] = self.watermark(stream);
-            return nb::make_tuple(epoch, seq);
-        }, nb::arg("stream"))
+        .def("watermark",
+             [](const PyLedger& self, std::string_view stream) {
+                 const auto [epoch, seq] = self.ledger.watermark(stream);
+                 return nb::make_tuple(epoch, seq);
+             },
+             nb::arg("stream"))
         .def("sizes", &sizes)
-        .def("gaps", &Ledger::gaps)
+        .def("gaps", [](const PyLedger& self) { return self.ledger.gaps(); })
         .def("dropped_by", &dropped_by)
-        .def("bytes", &Ledger::bytes)
-        .def("request_ids", &Ledger::request_ids)
-        .def("request", [](const Ledger& self, std::string_view id) -> nb::object {
-            RequestSummary out;
-            return self.request(id, out) ? summary(out) : nb::none();
-        }, nb::arg("id"));
+        .def("bytes", [](const PyLedger& self) { return self.ledger.bytes(); })
+        .def("request_ids", [](const PyLedger& self) { return self.ledger.request_ids(); })
+        .def("request",
+             [](const PyLedger& self, std::string_view id) -> nb::object {
+                 RequestSummary out;
+                 return self.ledger.request(id, out) ? summary(out) : nb::none();
+             },
+             nb::arg("id"));
 }

@@ -482,12 +482,17 @@ void World::unlist_incoming(Transfer* transfer) {
 
 void World::unlist_outgoing(Transfer* transfer) {
     Pool* const from = transfer->source_pool;
-    from->clip(transfer->pages.view(), [&](std::uint64_t index) {
-        Page* const page = from->find(index);
-        if (page == nullptr || page->links == nullptr) return;
-        page->links->outgoing.remove(transfer);
-        tidy(*page);
-    });
+    const Pages pages = transfer->pages.view();
+    for (std::uint32_t i = 0; i < pages.runs(); ++i) {
+        // All that it can be listed at, whatever size was announced meanwhile.
+        const Pages::Run run = pages.run(i);
+        for (std::uint64_t index = run.first; index < std::min(run.stop(), from->limit); ++index) {
+            Page* const page = from->find(index);
+            if (page == nullptr || page->links == nullptr) continue;
+            page->links->outgoing.remove(transfer);
+            tidy(*page);
+        }
+    }
 }
 
 void World::drop_late(Late* late) {
