@@ -53,13 +53,22 @@ class Fleet {
     void next(kvguard::Rows& rows) {
         Record r;
         const auto kind = static_cast<kvg_kind>(draw_.below(KVG_KINDS));
-        const std::uint32_t s = draw_.below(kStreams);
+        std::uint32_t s = draw_.below(kStreams);
+        // The end of a transfer mostly says what its begin did.
+        const Sent* const sent = kind == KVG_TRANSFER_END && !draw_.one_in(4) ? &sent_[draw_.below(4)] : nullptr;
+        if (sent != nullptr && draw_.one_in(2)) r.code = KVG_RECV;
+        if (sent != nullptr) s = r.code == KVG_RECV ? sent->peer : sent->stream;
         r.kind = kind;
         r.stream = kNames[s];
         place(r, s);
+        if (sent != nullptr) {
+            end(r, *sent);
+            append(rows, r);
+            return;
+        }
         if (kind != KVG_PLACE && kind != KVG_POOL && (kind != KVG_SCRUB || draw_.one_in(2))) {
             r.request = kRequests[draw_.below(8)];
-            r.tenant = kTenants[draw_.one_in(4) ? draw_.below(3) : r.request[1] % 3];
+            r.tenant = kTenants[draw_.one_in(4) ? draw_.below(3) : (r.request[1] - '0') % 3];
         }
         if (kind != KVG_PLACE && draw_.one_in(4)) r.pool = kNames[draw_.below(kStreams)];
         if (r.has_pages()) r.pages = draw_pages(runs_);
@@ -84,7 +93,7 @@ class Fleet {
                 [[fallthrough]];
             case KVG_READ: r.tokens = draw_.number(); break;
             case KVG_TRANSFER_BEGIN:
-            case KVG_TRANSFER_END: transfer(r); break;
+            case KVG_TRANSFER_END: transfer(r, s); break;
             case KVG_REQUEST_END: r.code = static_cast<std::uint8_t>(draw_.below(4)); break;
             case KVG_RESPOND:
                 r.extra = draw_.one_in(4) ? draw_.number() : 200;
@@ -135,57 +144,89 @@ class Fleet {
         return {runs, count};
     }
 
-    void transfer(Record& r) {
-        r.transfer = kTransfers[draw_.below(4)];
+    struct Sent {
+        std::uint32_t stream, peer, request;
+        std::uint64_t runs[4], peers[4];
+        std::uint32_t count;
+    };
+
+    void transfer(Record& r, std::uint32_t s) {
+        const std::uint32_t t = draw_.below(4);
+        r.transfer = kTransfers[t];
         r.tokens = draw_.number();
         if (r.kind == KVG_TRANSFER_BEGIN) {
-            r.peer_pool = kNames[draw_.below(kStreams)];
+            Sent& sent = sent_[t];
+            sent = {s, draw_.below(kStreams), static_cast<std::uint32_t>(r.request[1] - '0'), {}, {}, r.pages.runs()};
+            r.peer_pool = kNames[sent.peer];
             // As many pages elsewhere, the runs cut as those of the source are.
-            const std::uint64_t by = draw_.below(8);
-            for (std::uint32_t i = 0; i < r.pages.runs(); ++i) {
+            std::uint64_t by = draw_.below(8);
+            for (std::uint32_t i = 0; i < sent.count; ++i)
+                if (r.pages.run(i).stop() + by > KVG_MAX_PAGE_INDEX) by = 0;
+            for (std::uint32_t i = 0; i < sent.count; ++i) {
                 const auto run = r.pages.run(i);
-                peers_[i] = kvg_run(run.stop() + by > KVG_MAX_PAGE_INDEX ? run.first : run.first + by, run.pages);
+                sent.runs[i] = runs_[i];
+                sent.peers[i] = kvg_run(run.first + by, run.pages);
             }
-            r.peer_pages = {peers_, r.pages.runs()};
+            r.peer_pages = {sent.peers, sent.count};
         } else {
             r.code = draw_.one_in(2);
             r.status = static_cast<std::uint8_t>(draw_.below(3));
         }
+        digests(r);
+    }
+
+    void end(Record& r, const Sent& sent) {
+        r.transfer = kTransfers[&sent - sent_];
+        r.request = kRequests[sent.request];
+        r.tenant = kTenants[sent.request % 3];
+        r.pages = {r.code == KVG_RECV ? sent.peers : sent.runs, sent.count};
+        r.tokens = draw_.byte();
+        r.status = static_cast<std::uint8_t>(draw_.one_in(4) ? draw_.below(3) : 0);
+        digests(r);
+    }
+
+    void digests(Record& r) {
         const std::uint64_t pages = r.pages.size();
-        if (pages > 0 && pages <= 24 && draw_.one_in(2)) {
-            r.flags = KVG_HAS_DIGESTS;
-            const char digit = draw_.one_in(4) ? 'b' : 'a';
-            digests_.clear();
-            for (std::uint64_t i = 0; i < pages; ++i) (digests_ += i == 0 ? "" : ",") += digit;
-            r.digests = digests_;
-            r.digest_count = static_cast<std::uint32_t>(pages);
-        }
+        if (pages == 0 || pages > 24 || draw_.one_in(2)) return;
+        r.flags = KVG_HAS_DIGESTS;
+        const char digit = draw_.one_in(4) ? 'b' : 'a';
+        digests_.clear();
+        for (std::uint64_t i = 0; i < pages; ++i) (digests_ += i == 0 ? "" : ",") += digit;
+        r.digests = digests_;
+        r.digest_count = static_cast<std::uint32_t>(pages);
     }
 
     fuzz::Draw& draw_;
     std::uint64_t epoch_[kStreams] = {1, 1, 1, 1, 1};
     std::uint64_t seq_[kStreams] = {};
     std::uint64_t time_ = kMs;
-    std::uint64_t runs_[4], peers_[4];
+    std::uint64_t runs_[4];
+    Sent sent_[4] = {};
     std::string digests_;
 };
 
-// Copies what it is told, as a journal does.
+// Keeps the newest of what it is told, as a journal does.
 class Witness final : public kvguard::Witness {
   public:
     void pool(std::string_view id, std::string_view stream, std::uint64_t pages, std::uint64_t, std::uint8_t) override {
+        std::erase_if(before.pools, [&](const auto& known) { return known.id == id; });
         before.pools.push_back({std::string(id), std::string(stream), pages, 4, 0});
     }
     void epoch(std::string_view stream, std::uint64_t epoch) override {
+        std::erase_if(before.streams, [&](const auto& known) { return known.name == stream; });
         before.streams.push_back({std::string(stream), epoch, 3, kMs, {}});
     }
     void request(std::string_view request, std::string_view stream, std::string_view tenant) override {
+        std::erase_if(before.requests,
+                      [&](const auto& known) { return known.request == request && known.stream == stream; });
         before.requests.push_back({std::string(request), std::string(stream), std::string(tenant), false});
     }
     void ended(std::string_view request, std::string_view stream) override {
         MUST(!request.empty() && !stream.empty());
     }
-    void retired(std::string_view request) override { MUST(!request.empty()); }
+    void retired(std::string_view request) override {
+        std::erase_if(before.requests, [&](const auto& known) { return known.request == request; });
+    }
 
     kvguard::Restored before;
 };
