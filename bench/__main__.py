@@ -1,15 +1,19 @@
-"""`python -m bench [NAME ...]`."""
+"""`python -m bench [--quick] [NAME ...]`."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-NAMES = ("engine", "ledger", "emit")
+NAMES = ("ledger", "emit", "receive", "latency", "sidecar", "engine")
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(NAMES)
+    names = [name for name in sys.argv[1:] if name != "--quick"] or list(NAMES)
+    if "--quick" in sys.argv:
+        os.environ["KVG_BENCH_QUICK"] = "1"
+        importlib.reload(sys.modules["bench"])
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         print(f"bench: there is no {unknown[0]}; there are {', '.join(NAMES)}", file=sys.stderr)

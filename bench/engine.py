@@ -1,7 +1,7 @@
 """The reference engine: with the guard against without, and against a plain loop on the same model.
 
-All three live at once and are measured in turn, round by round; whoever is not measured sleeps. Greedy, the same
-prompts for all.
+The guard twice: records through the ring, and as spans (OTLP); the gate is ``sync`` in both. All live at once and
+are measured in turn, round by round; whoever is not measured sleeps. Greedy, the same prompts for all.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from bench import QUICK
 from guard.demo.client import ALICE, BOB, CAROL, DAVE, Client
 from guard.demo.stand import Stand
 
-ROUNDS = 9
+ROUNDS = 1 if QUICK else 9
 STREAMS = 8
-TOKENS = 96
+TOKENS = 16 if QUICK else 96
+BAR = 0.98
+"""With the guard, ring and ``sync``, against without."""
 THREADS = 2
 _TENANTS = (ALICE, BOB, CAROL, DAVE)
 _ENGINE = {
@@ -81,36 +85,51 @@ def main() -> int:
     loop.start()
     ours.recv()
     figures: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvg") as folder:
-        bare = Stand(Path(folder, "bare"), _ENGINE)
-        guarded = Stand(Path(folder, "guarded"), _ENGINE, guarded=True)
-        with bare, guarded:
-            for number in range(ROUNDS + 1):
-                ours.send(True)
-                round_ = {
-                    "plain loop, 1 stream": ours.recv(),
-                    "engine, 1 stream": asyncio.run(measure(bare.url, 1)),
-                    "engine + guard, 1 stream": asyncio.run(measure(guarded.url, 1)),
-                    f"engine, {STREAMS} streams": asyncio.run(measure(bare.url, STREAMS)),
-                    f"engine + guard, {STREAMS} streams": asyncio.run(measure(guarded.url, STREAMS)),
-                }
-                if number:  # the first warms up
-                    for name, value in round_.items():
-                        figures.setdefault(name, []).append(value)
-                print(f"  round {number}: " + ", ".join(f"{v:.1f}" for v in round_.values()), flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvg") as folder, ExitStack() as stack:
+        stands = {
+            "engine": Stand(Path(folder, "bare"), _ENGINE),
+            "engine + guard (ring)": _with_ring(Path(folder, "ring")),
+            "engine + guard (OTLP)": Stand(Path(folder, "otlp"), _ENGINE, guarded=True),
+        }
+        for stand in stands.values():
+            stack.enter_context(stand)
+        for number in range(ROUNDS + 1):
+            ours.send(True)
+            round_ = {"plain loop, 1 stream": ours.recv()}
+            for count in (1, STREAMS):
+                # Each comes first in turn: what runs after another finds the caches as that one left them.
+                names = list(stands)[number % 3 :] + list(stands)[: number % 3]
+                for name in names:
+                    round_[f"{name}, {_streams(count)}"] = asyncio.run(measure(stands[name].url, count))
+            if number:  # the first warms up
+                for name, value in round_.items():
+                    figures.setdefault(name, []).append(value)
+            print(f"  round {number}: " + ", ".join(f"{round_[name]:.1f}" for name in sorted(round_)), flush=True)
     ours.send(False)
     loop.join(timeout=10)
-    for name, values in figures.items():
-        print(f"  {name:30} {statistics.median(values):7.1f} tokens/s  ({min(values):.1f} to {max(values):.1f})")
+    for name, values in sorted(figures.items()):
+        print(f"  {name:35} {statistics.median(values):7.1f} tokens/s  ({min(values):.1f} to {max(values):.1f})")
     _ratio(figures, "engine, 1 stream", "plain loop, 1 stream")
-    _ratio(figures, "engine + guard, 1 stream", "engine, 1 stream")
-    _ratio(figures, f"engine + guard, {STREAMS} streams", f"engine, {STREAMS} streams")
+    for count in (1, STREAMS):
+        for carrier, bar in (("ring", f"; bar {BAR}"), ("OTLP", "")):
+            _ratio(figures, f"engine + guard ({carrier}), {_streams(count)}", f"engine, {_streams(count)}", bar)
     return 0
 
 
-def _ratio(figures: dict[str, list[float]], ours: str, theirs: str) -> None:
+def _streams(count: int) -> str:
+    return "1 stream" if count == 1 else f"{count} streams"
+
+
+def _with_ring(folder: Path) -> Stand:
+    """An engine and a guard that share nothing but memory."""
+    ring = folder / "ring"
+    side = {"ring": str(ring), "board": str(folder / "board"), "gate": "sync", "wait_ms": 2000, "on_timeout": "closed"}
+    return Stand(folder, {**_ENGINE, "guard": side}, guarded=True, guard={"ring": {"path": str(ring)}})
+
+
+def _ratio(figures: dict[str, list[float]], ours: str, theirs: str, bar: str = "") -> None:
     ratios = [a / b for a, b in zip(figures[ours], figures[theirs], strict=True)]
-    print(f"  {ours} / {theirs}: {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
+    print(f"  {ours} / {theirs}: {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f}{bar})")
 
 
 if __name__ == "__main__":

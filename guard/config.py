@@ -234,6 +234,17 @@ class Incidents(_Section):
     """Incidents kept; the oldest go."""
 
 
+class Journal(_Section):
+    """What the guard that takes over after this one must know: pools, epochs, live requests, and incidents that the
+    store does not have yet."""
+
+    on: bool = True
+    path: str | None = None
+    """The file; ``journal`` beside the incidents when None. It gets mode 0600."""
+    limit_mib: int = Field(default=32, ge=1, le=4096)
+    """Beyond this it is written anew from what is live."""
+
+
 class Engine(_Section):
     """The engine that is asked to abort what was killed."""
 
@@ -271,9 +282,17 @@ class Config(_Section):
     ring: Ring = Ring()
     board: Board = Board()
     incidents: Incidents = Incidents()
+    journal: Journal = Journal()
     engine: Engine = Engine()
     ledger: LedgerSettings = LedgerSettings()
     policy: Policy = Policy()
+
+    @property
+    def journal_path(self) -> str | None:
+        """The journal's file; None when there is to be none."""
+        if not self.journal.on:
+            return None
+        return self.journal.path or os.path.join(os.path.dirname(self.incidents.path), "journal")
 
     @field_validator("ledger")
     @classmethod

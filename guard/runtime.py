@@ -17,8 +17,9 @@ from guard.counters import Counters
 from guard.findings import Finding
 from guard.incidents.book import Book
 from guard.incidents.recorder import Aborted, Recorder
+from guard.incidents.recovered import recovered
 from guard.log import log
-from guard.native._core import BoardWriter, Core, CoreStats, Happened, Inbox
+from guard.native._core import BoardWriter, Core, CoreStats, Happened, Inbox, Journal, Restored
 from guard.native.ledger import core_policy, core_settings, finding_of
 from guard.receive.address import BindError
 
@@ -48,7 +49,7 @@ class Runtime:
             on_failure: Called from the thread that dies of an error of its own.
 
         Raises:
-            BindError: The ring cannot be had.
+            BindError: The ring or the journal cannot be had.
         """
         self.config = config
         self.board = board
@@ -66,6 +67,7 @@ class Runtime:
             )
         self._enforce = config.mode == "enforce"
         self._on_failure = on_failure
+        self._journal, before, unsettled = _journal(config)
         try:
             self._core = Core(
                 core_policy(config.policy),
@@ -76,10 +78,15 @@ class Runtime:
                 ring=config.ring.path if config.ring.on else None,
                 ring_lanes=config.ring.lanes,
                 ring_rows=config.ring.rows,
+                journal=self._journal,
             )
         except RuntimeError as error:
             raise BindError(str(error)) from None
         recorder.on_saved = self._core.settled
+        if before is not None:
+            self._core.restore(before)
+        for incident in recovered(unsettled):
+            recorder.put(incident)
         self._book = Book(config.mode, self._core)
         self._judging = threading.Thread(target=self._judge, name="ledger", daemon=True)
         self._writing = threading.Thread(target=self._write_up, name="findings", daemon=True)
@@ -112,6 +119,8 @@ class Runtime:
         self.recorder.stop()
         if not self._judging.is_alive():
             self.board.close()
+            if self._journal is not None:
+                self._journal.flush()  # that the store has now what it was given last
 
     def _judge(self) -> None:
         try:
@@ -168,3 +177,20 @@ class Runtime:
         level = "warning" if result.startswith("failed") else "info"
         log(level, "abort call", incident=incident, result=result)
         self.recorder.put(Aborted(incident, time_ns, result))
+
+
+def _journal(config: Config) -> tuple[Journal | None, Restored | None, list[bytes]]:
+    path = config.journal_path
+    if path is None:
+        return None, None, []
+    try:
+        journal, before, unsettled = Journal.open(path, config.journal.limit_mib << 20)
+    except RuntimeError as error:
+        raise BindError(str(error)) from None
+    if before.streams or before.pools or before.requests:
+        log(
+            "info", "took over from an earlier guard", streams=len(before.streams), pools=len(before.pools),
+            requests=len(before.requests), incidents=len(unsettled),
+        )  # fmt: skip
+        return journal, before, unsettled
+    return journal, None, unsettled

@@ -100,7 +100,9 @@ def test_the_guards_counters_are_the_ledgers(tmp_path: Path) -> None:
     for stream in ("d2", "d3"):
         rig.admit(stream, "a1")
     board = BoardWriter.create(tmp_path / "board")
-    config = load(environ={}, settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0", "ring.on=false"])
+    config = load(
+        environ={}, settings=["ledger.max_streams=2", "ledger.reorder_window_ms=0", "ring.on=false", "journal.on=false"]
+    )
     runtime = Runtime(config, board, Recorder(str(tmp_path / "incidents.db")))
     rows = Rows()
     for record in rig.log:

@@ -20,7 +20,8 @@ from guard.runtime import Runtime
 @pytest.fixture
 def runtime(tmp_path: Path) -> Runtime:
     board = BoardWriter.create(tmp_path / "board")
-    config = load(environ={}, settings=[f"ring.path={tmp_path}/ring", "ring.rows=64", "ring.lanes=2"])
+    ring = [f"ring.path={tmp_path}/ring", "ring.rows=64", "ring.lanes=2"]
+    config = load(environ={}, settings=[*ring, f"incidents.path={tmp_path}/incidents.db"])
     return Runtime(config, board, Recorder(str(tmp_path / "incidents.db")))
 
 

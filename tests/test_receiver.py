@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,12 @@ import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from guard.receive.inbox import Inbox
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from receiving import RecordingSink, free, over_grpc, request
 
 from guard.counters import ReceiverCounts
 from guard.receive.access import Tokens
 from guard.receive.address import Address, BindError
-from guard.receive.decode import Rows
 from guard.receive.grpc import SERVICE, GrpcReceiver
 from guard.receive.intake import Intake
 from guard.records import Free, PageSet, Record
@@ -204,32 +201,3 @@ def test_two_receivers_do_not_share_a_port() -> None:
             receiver_on(str(bound)).start()
     finally:
         first.stop(0)
-
-
-def test_the_inbox_takes_more_than_it_holds_when_nothing_waits() -> None:
-    inbox, rows = Inbox(2), Rows()
-    for seq in range(5):
-        rows.place("decode-0", 1, seq, 1)
-    assert inbox.put(rows, 1)
-    assert inbox.depth == 5
-    assert inbox.full()
-    assert not inbox.put(rows, 1)
-
-
-def test_the_inbox_wakes_who_waits_and_drains_when_closed() -> None:
-    inbox = Inbox(10)
-    taken: list[Any] = []
-    thread = threading.Thread(target=lambda: taken.append(inbox.take(60)))
-    thread.start()
-    assert inbox.put(Rows(), 1)
-    thread.join(60)
-    assert taken[0].received_ns == 1
-    assert inbox.put(Rows(), 2)
-    inbox.close()
-    assert not inbox.put(Rows(), 3)
-    assert not inbox.drained
-    received = inbox.take(60)
-    assert received is not None
-    assert received.received_ns == 2
-    assert inbox.drained
-    assert inbox.take(60) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine_model import Model
@@ -14,6 +15,7 @@ from test_ledger_properties import PAGES, interleaved, random_choices
 from guard.findings import Confidence, Finding, Kind
 from guard.ledger import Ledger, LedgerSettings
 from guard.ledger.restored import Restored
+from guard.native.ledger import Ledger as NativeLedger
 from guard.records import Record
 
 EXAMPLES = int(os.environ.get("KVGUARD_EXAMPLES", "2000"))
@@ -23,39 +25,50 @@ MS = 1_000_000
 
 
 class Guard:
-    """A ledger that is fed record by record, a millisecond apart, and may be restarted."""
+    """A ledger, and the native one beside it, that are fed record by record, a millisecond apart."""
 
     def __init__(self, window_ms: float | None, before: Restored | None = None) -> None:
         self.found: list[Finding] = []
+        self.found_natively: list[Finding] = []
         self.now_ms = 0
-        self.ledger = Ledger(
-            None,
-            LedgerSettings(reorder_window_ms=window_ms, leak_grace_s=30),
-            lambda finding, new: self.found.append(finding) if new else None,
-        )
+        limits = LedgerSettings(reorder_window_ms=window_ms, leak_grace_s=30)
+        self.ledger = Ledger(None, limits, collect(self.found))
+        self.native = NativeLedger(None, limits, collect(self.found_natively))
         if before is not None:
             self.ledger.restore(before)
+            self.native.restore(before)
 
     def feed(self, records: list[Record]) -> None:
         for record in records:
             self.now_ms += 1
-            self.ledger.feed(record, self.now_ms * MS)
-            if self.now_ms % 10 == 0:
-                self.ledger.advance(self.now_ms * MS)
+            for ledger in (self.ledger, self.native):
+                ledger.feed(record, self.now_ms * MS)
+                if self.now_ms % 10 == 0:
+                    ledger.advance(self.now_ms * MS)
 
     def finish(self) -> None:
         self.ledger.finish()
+        self.native.finish()
+
+    def accused(self) -> list[dict[str, object]]:
+        """What is said of requests and pages as if it were sure, or of bytes as if they were another's."""
+        assert listed(self.found_natively) == listed(self.found)
+        assert self.native.gaps == self.ledger.gaps
+        return [
+            f.as_json()
+            for f in self.found
+            if f.kills
+            or f.kind in (Kind.FOREIGN_READ, Kind.TAINTED_RESPONSE, Kind.FOREIGN_SHARE)
+            or (f.confidence is Confidence.FULL and f.kind is not Kind.STREAM_GAP)
+        ]
 
 
-def accused(guard: Guard) -> list[dict[str, object]]:
-    """What is said of requests and pages as if it were sure, or of bytes that were nobody else's."""
-    return [
-        f.as_json()
-        for f in guard.found
-        if f.kills
-        or f.kind in (Kind.FOREIGN_READ, Kind.TAINTED_RESPONSE, Kind.FOREIGN_SHARE)
-        or (f.confidence is Confidence.FULL and f.kind is not Kind.STREAM_GAP)
-    ]
+def collect(found: list[Finding]) -> Callable[[Finding, bool], None]:
+    return lambda finding, new: found.append(finding) if new else None
+
+
+def listed(found: list[Finding]) -> list[tuple[str, str]]:
+    return sorted((str(sorted(f.as_json().items(), key=str)), f.reason) for f in found)
 
 
 @many
@@ -71,6 +84,9 @@ def accused(guard: Guard) -> list[dict[str, object]]:
 def test_a_restarted_guard_accuses_nobody(
     seed: int, steps: int, cuts: list[float], stale: int, torn: bool, resent: int, shuffled: bool
 ) -> None:
+    """`stale`: records that were judged and that the journal does not know of; `torn`: of which it knows the requests
+    and not how far the streams were judged; `resent`: records that senders send again.
+    """
     model = Model(iter(random_choices(seed)), pages=PAGES)
     model.run(steps)
     # Arrival in any order wants a guard that waits; in the order of time, one that gives up.
@@ -80,24 +96,24 @@ def test_a_restarted_guard_accuses_nobody(
     for fraction in sorted(cuts):
         cut = start + int((len(records) - start) * fraction)
         taken = records[start:cut]
-        known = len(taken) if torn else max(0, len(taken) - stale)
         guard = Guard(window_ms, before)
-        guard.feed(taken[:known])
+        guard.feed(taken if torn else taken[: max(0, len(taken) - stale)])
         before = restored_from(guard.ledger)
         if torn:
-            behind = Guard(window_ms)
-            behind.feed(records[: max(0, cut - stale)])
-            marks = {s.name: s for s in restored_from(behind.ledger).streams}
-            before = replace(
-                before,
-                streams=tuple(
-                    marks[s.name] if s.name in marks and marks[s.name].epoch == s.epoch else replace(s, processed=-1)
-                    for s in before.streams
-                ),
-            )
-        assert accused(guard) == []
+            before = replace(before, streams=marked_earlier(before, records[: max(0, cut - stale)], window_ms).streams)
+        assert guard.accused() == []
         start = max(0, cut - resent)
     guard = Guard(window_ms, before)
     guard.feed(records[start:])
     guard.finish()
-    assert accused(guard) == []
+    assert guard.accused() == []
+
+
+def marked_earlier(before: Restored, records: list[Record], window_ms: float | None) -> Restored:
+    """The same with the watermarks that there were after these records."""
+    guard = Guard(window_ms)
+    guard.feed(records)
+    marks = {(s.name, s.epoch): s for s in restored_from(guard.ledger).streams}
+    return replace(
+        before, streams=tuple(marks.get((s.name, s.epoch), replace(s, processed=-1)) for s in before.streams)
+    )

@@ -33,7 +33,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Runtime, BoardReader]]]
 
     def make(*settings: str, **options: Any) -> tuple[Runtime, BoardReader]:
         ring = [f"ring.path={tmp_path}/board/ring", "ring.rows=4096"]
-        config = load(environ={}, settings=["mode=enforce", *ring, *settings])
+        kept = [f"incidents.path={tmp_path}/incidents.db"]
+        config = load(environ={}, settings=["mode=enforce", *ring, *kept, *settings])
         board = BoardWriter.create(tmp_path / "board" / "board")
         runtime = Runtime(config, board, Recorder(str(tmp_path / "incidents.db")), **options)
         made.append(runtime)

@@ -21,6 +21,12 @@ class Saved(NamedTuple):
     evidence: list[Evidence]
 
 
+class Recovered(NamedTuple):
+    """An incident of the guard before this one, which the store may not have, or not in full."""
+
+    incident: Incident
+
+
 class Aborted(NamedTuple):
     """What the engine said to an abort call."""
 
@@ -29,7 +35,7 @@ class Aborted(NamedTuple):
     result: str
 
 
-Event = Saved | Aborted
+Event = Saved | Recovered | Aborted
 
 
 class Recorder:
@@ -128,7 +134,7 @@ class Recorder:
                 continue
             pause = _FIRST_PAUSE_S
             self.written += len(events)
-            self.on_saved([event.incident.id for event in events if isinstance(event, Saved)])
+            self.on_saved([event.incident.id for event in events if not isinstance(event, Aborted)])
             with self._changed:
                 for _ in events:
                     self._events.popleft()
@@ -140,10 +146,13 @@ class Recorder:
         for event in events:
             if isinstance(event, Saved):
                 saved.append(event)
+                continue
+            if saved:
+                store.save(saved, keep=self._keep)
+                saved = []
+            if isinstance(event, Recovered):
+                store.recover(event.incident)
             else:
-                if saved:
-                    store.save(saved, keep=self._keep)
-                    saved = []
                 store.aborted(*event)
         if saved:
             store.save(saved, keep=self._keep)

@@ -102,6 +102,14 @@ _SAVE = (
 )
 
 
+_RECOVER = (
+    f"INSERT INTO incident ({', '.join(_SAVED)}) VALUES ({', '.join('?' * len(_SAVED))}) "
+    "ON CONFLICT (id) DO UPDATE SET "
+    + ", ".join(f"{n} = excluded.{n}" for n in ("kind", "severity", "action", "record_ns", "received_ns", "verdict_ns"))
+    + " WHERE incident.verdict_ns IS NULL AND excluded.verdict_ns IS NOT NULL"
+)
+
+
 class Store:
     """The incidents of one file. Use it from one thread."""
 
@@ -187,10 +195,7 @@ class Store:
                 self._db.execute(_SAVE, [getattr(incident, name) for name in _SAVED])
                 self._db.executemany(
                     "INSERT OR REPLACE INTO finding VALUES (?, ?, ?, ?, ?)",
-                    [
-                        (incident.id, f["kind"], f["request"] or "", f["pool"] or "", json.dumps(f))
-                        for f in incident.findings
-                    ],
+                    _finding_rows(incident),
                 )
                 self._db.executemany(
                     "INSERT INTO record VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
@@ -203,6 +208,19 @@ class Store:
                     "(SELECT id FROM incident ORDER BY opened_ns DESC, id LIMIT -1 OFFSET ?)",
                     (keep,),
                 )
+
+    def recover(self, incident: Incident) -> None:
+        """Puts in what is not known of an incident: all of it, a finding, or that its request was killed.
+
+        Args:
+            incident: As the guard's journal has it; what the store says already is newer and stays.
+
+        Raises:
+            sqlite3.Error: Nothing was written.
+        """
+        with self._transaction():
+            self._db.execute(_RECOVER, [getattr(incident, name) for name in _SAVED])
+            self._db.executemany("INSERT OR IGNORE INTO finding VALUES (?, ?, ?, ?, ?)", _finding_rows(incident))
 
     def aborted(self, incident: str, abort_ns: int, result: str) -> None:
         """Notes what the engine said to the abort call.
@@ -297,6 +315,10 @@ class _Transaction:
         # A full disk makes SQLite roll back by itself.
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
+
+
+def _finding_rows(incident: Incident) -> list[tuple[str, ...]]:
+    return [(incident.id, f["kind"], f["request"] or "", f["pool"] or "", json.dumps(f)) for f in incident.findings]
 
 
 def _record_row(incident: str, evidence: Evidence) -> tuple[Any, ...]:

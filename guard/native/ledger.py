@@ -124,15 +124,6 @@ class Ledger:
         self._on_finding = on_finding
         self._on_retire = on_retire
 
-    def restore(self, before: Restored) -> None:
-        """Goes on where the guard before this one stopped; before any record."""
-        self._core.restore(
-            [(s.name, s.epoch, s.processed, s.time_ns, list(s.past)) for s in before.streams],
-            [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
-            [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
-        )
-        self._tell()
-
     def feed(self, record: Record, now_ns: int = 0) -> None:
         """Takes one record in, and judges all that it makes ready.
 
@@ -149,6 +140,17 @@ class Ledger:
     def feed_rows(self, rows: _core.Rows, now_ns: int = 0) -> None:
         """Takes many records in, in their order. The GIL is free while they are judged; nobody may change `rows`."""
         self._core.feed_rows(rows, now_ns)
+        self._tell()
+
+    def restore(self, before: Restored) -> None:
+        """What the guard before this one knew; to be told before any record."""
+        self._core.restore(
+            _core.Restored(
+                [(s.name, s.epoch, s.processed, s.time_ns, s.past) for s in before.streams],
+                [(p.id, p.stream, p.pages, p.page_tokens, _ROLES.index(p.role)) for p in before.pools],
+                [(r.request, r.stream, r.tenant, r.ended) for r in before.requests],
+            )
+        )
         self._tell()
 
     def advance(self, now_ns: int) -> None:

@@ -86,6 +86,7 @@ class Connection(asyncio.BufferedProtocol):
         self._head: Head | None = None
         """Of the request whose body comes or is worked on."""
         self._into_body = self._working = self._full = self._lingering = self._closing = self._last = False
+        self._lingered = 0
         self._partial = False
         """Whether some of a request has come and not all of it."""
         self._used = False
@@ -118,6 +119,9 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """They have come."""
         if self._lingering or self._closing:
+            self._lingered += nbytes
+            if self._lingered > 2 * self._terms.max_message_bytes:
+                self._transport.abort()
             return
         if not self._into_body:
             self._end += nbytes
@@ -300,7 +304,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._head.keep_alive or self._last:
             self._close()
         self._head = self._chunks = None
-        self._used = True
+        self._used, self._partial = True, False
         if len(self._body) > _KEEP_BODY:
             self._body = bytearray()
         if self._held != len(self._body):

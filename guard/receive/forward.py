@@ -182,7 +182,8 @@ def without_records(message: bytes, *, is_json: bool = False) -> bytes:
         scopes = [scope_spans for scope_spans in resource_spans.scope_spans if scope_spans.spans]
         if scopes:
             target = kept.resource_spans.add(schema_url=resource_spans.schema_url)
-            target.resource.CopyFrom(resource_spans.resource)
+            if resource_spans.HasField("resource"):
+                target.resource.CopyFrom(resource_spans.resource)
             target.scope_spans.extend(scopes)
     return bytes(kept.SerializeToString())
 

@@ -72,7 +72,6 @@ class HttpReceiver:
         self._open = 0
         """Connections, those in their TLS handshake included."""
         self._workers = ThreadPoolExecutor(1, thread_name_prefix="otlp-http-worker")
-        self._loop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()
         self._grace_s = 1.0
         self._thread = threading.Thread(target=self._run, name="otlp-http", daemon=True)
@@ -89,6 +88,7 @@ class HttpReceiver:
         self._listener = bind(self.address, shared=not self._uids <= {0, os.geteuid()})
         if not self.address.path:
             self.address = self.address._replace(port=self._listener.getsockname()[1])
+        self._loop = uvloop.new_event_loop()
         self._thread.start()
         return self.address
 
@@ -137,11 +137,12 @@ class HttpReceiver:
         while True:
             try:
                 peer, _ = await self._loop.sock_accept(self._listener)
+                admitted = self._admit(peer)
             except OSError as error:  # out of descriptors, or gone before it was accepted
                 log("warning", "a connection could not be accepted", error=error.strerror)
                 await asyncio.sleep(0.05)
                 continue
-            if self._admit(peer):
+            if admitted:
                 task = self._loop.create_task(self._adopt(terms, peer))
                 handshakes.add(task)
                 task.add_done_callback(handshakes.discard)

@@ -145,6 +145,7 @@ void bind_core(nb::module_& m) {
             "ring_lanes"_a = KVG_RING_LANES, "ring_rows"_a = KVG_RING_ROWS, "journal"_a = nb::none(),
             "recent_bytes"_a = std::size_t{8} << 20, nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
             nb::keep_alive<1, 10>())
+        .def("restore", &Core::restore, "before"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("run", &Core::run, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "take",

@@ -2,12 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -116,25 +114,6 @@ void feed(PyLedger& self, nb::handle object, std::int64_t now_ns) {
     feed_rows(self, rows, now_ns);
 }
 
-using StreamTuple = std::tuple<std::string, std::uint64_t, std::int64_t, std::uint64_t, std::vector<std::uint64_t>>;
-using PoolTuple = std::tuple<std::string, std::string, std::uint64_t, std::uint64_t, int>;
-using LiveTuple = std::tuple<std::string, std::string, std::string, bool>;
-
-void restore(PyLedger& self, const std::vector<StreamTuple>& streams, const std::vector<PoolTuple>& pools,
-             const std::vector<LiveTuple>& requests) {
-    Restored before;
-    for (const auto& [name, epoch, processed, time_ns, past] : streams)
-        before.streams.push_back({name, epoch, processed, time_ns, past});
-    for (const auto& [id, stream, pages, page_tokens, role] : pools) {
-        if (role < KVG_PREFILL || role > KVG_ROUTER) throw nb::value_error("a pool's role is none");
-        before.pools.push_back({id, stream, pages, page_tokens, static_cast<std::uint8_t>(role)});
-    }
-    for (const auto& [request, stream, tenant, ended] : requests)
-        before.requests.push_back({request, stream, tenant, ended});
-    self.ledger.restore(before);
-    self.ledger.moved().clear();
-}
-
 nb::list streams(const PyLedger& self) {
     nb::list out;
     for (std::size_t i = 0; i < self.ledger.streams(); ++i) {
@@ -207,7 +186,6 @@ void bind_ledger(nb::module_& m) {
     nb::class_<PyLedger>(m, "Ledger", "The ledger; guard.native.ledger makes it look like guard.ledger's.")
         .def(nb::init<const Policy&, const Settings&, bool>(), nb::arg("policy"), nb::arg("settings"), nb::kw_only(),
              nb::arg("summaries"))
-        .def("restore", &restore, nb::arg("streams"), nb::arg("pools"), nb::arg("requests"))
         .def("feed", &feed, nb::arg("record").none(), nb::arg("now_ns"))
         .def("feed_rows", &feed_rows, nb::arg("rows"), nb::arg("now_ns"))
         .def("advance",
@@ -216,6 +194,12 @@ void bind_ledger(nb::module_& m) {
                  self.ledger.moved().clear();
              },
              nb::arg("now_ns"), nb::call_guard<nb::gil_scoped_release>())
+        .def("restore",
+             [](PyLedger& self, const Restored& before) {
+                 self.ledger.restore(before);
+                 self.ledger.moved().clear();
+             },
+             nb::arg("before"), nb::call_guard<nb::gil_scoped_release>())
         .def("finish",
              [](PyLedger& self) {
                  self.ledger.finish();

@@ -10,7 +10,6 @@ namespace {
 
 constexpr std::uint32_t kChains = 1u << 15;
 constexpr std::uint32_t kFiller = ~0u;  // in place of a chain: up to the buffer's end nothing is kept
-constexpr int kMostAgain = 8;           // entries kept on for one that is added
 constexpr int kLongestWalk = 4096;
 
 std::uint32_t chain_of(std::string_view request, std::string_view stream) {
@@ -61,25 +60,25 @@ void Recent::add(const Record& record, std::int64_t received_ns) {
     made->received_ns = received_ns;
     std::memcpy(made->record(), record.bytes.data(), record.bytes.size());
     link(made);
+    // About as long as the one that is now beyond its request's share.
+    if (heads_[made->chain].kept > kOfOne) spare_ = std::min(spare_ + bytes, limit_ / 2);
 }
 
-// Lets go of the oldest until there is room: first of all those whose request has newer ones enough, and of the others
-// as few as can be, which is as many as what was let go of before does not make up for.
+// Lets go of the oldest until there is room, but keeps on those that are of their request's newest for as long as others
+// are beyond their request's share: each byte of these pays for one.
 void Recent::make_room(std::size_t bytes) {
     again_.clear();
     std::size_t wanted = bytes, longest = bytes;  // at the buffer's end up to the longest is lost
-    int kept = 0;
     while (end_ - begin_ + wanted + longest > limit_) {
         const std::size_t left = limit_ - begin_ % limit_;
         Entry* const oldest = entry(begin_);
         const std::size_t size = left < sizeof(Entry) ? left : oldest->bytes;
         begin_ += size;
         if (left < sizeof(Entry) || oldest->chain == kFiller) continue;
-        if (heads_[oldest->chain].entries - oldest->number > kOfOne) {
-            spare_ = std::min(spare_ + size, limit_ / 2);
-        } else if (spare_ >= size && kept < kMostAgain) {
+        Head& head = heads_[oldest->chain];
+        --head.kept;
+        if (head.entries - oldest->number <= kOfOne && spare_ >= size) {
             spare_ -= size;
-            ++kept;
             again_.append(reinterpret_cast<const char*>(oldest), size);
             wanted += size;
             longest = std::max(longest, size);
@@ -112,6 +111,7 @@ void Recent::link(Entry* made) {
     Head& head = heads_[made->chain];
     made->before = head.place;
     head.place = end_ + 1;
+    ++head.kept;
     end_ += made->bytes;
 }
 

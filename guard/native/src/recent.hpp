@@ -14,7 +14,7 @@ namespace kvguard {
 
 // A circular buffer of records, each linked to the one before of the same request (or, where it names none, of the
 // same stream). The oldest make room for new ones, except that of one request no more than `kOfOne` are worth keeping:
-// the room of those beyond goes to older records of other requests, which thus outlive a burst of one.
+// the room of those beyond goes to older records of other requests, which so outlive a burst of one.
 //
 // Costs `limit` bytes and 512 KiB, as they are used. One thread at a time.
 class Recent {
@@ -40,6 +40,7 @@ class Recent {
     struct Head {
         std::uint64_t place = 0;    // of the newest entry, + 1; 0: none
         std::uint32_t entries = 0;  // added in all
+        std::uint32_t kept = 0;     // in the buffer
     };
     struct Entry;
 
@@ -53,7 +54,7 @@ class Recent {
     std::unique_ptr<char[]> bytes_;
     std::unique_ptr<Head[]> heads_;
     std::uint64_t begin_ = 0, end_ = 0;  // places only grow; modulo the limit they are in `bytes_`
-    std::size_t spare_ = 0;              // bytes that were let go of as more than one request's share
+    std::size_t spare_ = 0;              // bytes beyond their requests' shares that nobody was kept on for yet
     std::string again_;                  // entries on their way from the old end to the new one
 };
 

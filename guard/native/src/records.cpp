@@ -1,5 +1,6 @@
 #include "records.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "utf8.hpp"
@@ -12,6 +13,20 @@ namespace {
 
 // Largest code of each kind.
 constexpr std::uint8_t kCodes[KVG_KINDS] = {0, KVG_ROUTER, 0, 0, 0, KVG_PUBLIC, 0, KVG_RECV, 0, 0, 0, 0, KVG_FAILED, 0};
+
+// What of the flags and numbers each kind has; the rest of them is 0.
+constexpr std::uint16_t kFlags[KVG_KINDS] = {0, 0, KVG_HAS_MAX, 0, KVG_HAS_TOKENS, 0, KVG_HAS_DIGESTS, KVG_HAS_DIGESTS,
+                                             0, 0, 0, 0, 0, KVG_FINAL};
+
+bool has_tokens(const kvg_record& h) {
+    constexpr std::uint32_t kKinds = 1u << KVG_POOL | 1u << KVG_ADMIT | 1u << KVG_WRITE | 1u << KVG_TRANSFER_BEGIN |
+                                     1u << KVG_TRANSFER_END | 1u << KVG_READ | 1u << KVG_RESPOND;
+    return (kKinds >> h.kind & 1) != 0 || (h.flags & KVG_HAS_TOKENS) != 0;
+}
+
+bool has_extra(const kvg_record& h) {
+    return h.kind == KVG_POOL || h.kind == KVG_RESPOND || (h.flags & KVG_HAS_MAX) != 0;
+}
 
 constexpr std::uint64_t kHigh = std::uint64_t{1} << 63;
 
@@ -53,6 +68,10 @@ bool is_digests(std::string_view text, std::uint32_t count) {
     return wrong == 0 && commas + 1 == count;
 }
 
+bool is_zeros(const char* p, std::size_t n) {
+    return std::all_of(p, p + n, [](char c) { return c == 0; });
+}
+
 bool needs_transfer(kvg_kind kind) { return kind == KVG_TRANSFER_BEGIN || kind == KVG_TRANSFER_END; }
 
 }  // namespace
@@ -83,6 +102,7 @@ const char* parse(const void* data, std::size_t size, Record& out) {
         for (const auto* id : strings)
             if (const char* bad = check_id(*id); bad != nullptr) return bad;
     }
+    const std::size_t ids_end = at;
     at = padded(at);
     if (out.stream.empty()) return "it has no stream";
     if (h.code > kCodes[kind]) return "no such role, scope, side or outcome";
@@ -94,6 +114,8 @@ const char* parse(const void* data, std::size_t size, Record& out) {
     if (needs_transfer(kind) != !out.transfer.empty()) return "a transfer id is missing or out of place";
     if ((kind == KVG_TRANSFER_BEGIN) != !out.peer_pool.empty()) return "a peer pool is missing or out of place";
     if (kind != KVG_SHARE && !out.share_from.empty()) return "kv.share.from is out of place";
+    if (h.flags & ~kFlags[kind]) return "a flag is out of place";
+    if ((h.tokens != 0 && !has_tokens(h)) || (h.extra != 0 && !has_extra(h))) return "a number is out of place";
     out.kind = kind;
     out.code = h.code;
     out.status = h.status;
@@ -114,8 +136,10 @@ const char* parse(const void* data, std::size_t size, Record& out) {
         std::memcpy(&out.context_limit, p + at + 8, 8);
         if ((out.page_bytes | out.context_limit) & kHigh) return "a number is 2**63 or more";
         if (out.tokens > KVG_MAX_PAGE_INDEX) return "a pool of more than 2**40 pages";
+        if (!is_zeros(p + ids_end, at - ids_end)) return "its padding is not zeros";
     } else if (out.has_pages()) {
         if (at + 16 > h.bytes) return "it ends before its pages";
+        if (!is_zeros(p + ids_end, at - ids_end)) return "its padding is not zeros";
         std::uint32_t counts[4];
         std::memcpy(counts, p + at, sizeof counts);
         at += sizeof counts;
@@ -140,7 +164,7 @@ const char* parse(const void* data, std::size_t size, Record& out) {
         } else if (counts[2] != 0 || counts[3] != 0) {
             return "kv.digests is out of place";
         }
-    } else if (at != padded(h.bytes)) {
+    } else if (ids_end != h.bytes) {
         return "its length is not its own";
     }
     return nullptr;
