@@ -190,6 +190,7 @@ void restart(World& world, Stream& stream) {
 
 void reborn(World& world, RequestStream* rs) {
     Request* const request = rs->request;
+    rs->leave();
     request->streams.remove(rs);
     request->former.push_back(rs);
     world.unend(request);

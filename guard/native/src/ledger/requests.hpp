@@ -93,6 +93,7 @@ struct RequestStream {
     bool gone = false;  // the stream has restarted since: the pages that it had are no more
     bool ended_unseen = false;  // its end was seen by the guard before this one only
     bool marked_degraded = false;
+    bool followed = true;  // until another life takes its place, or the request is forgotten
     bool over_capacity = false;
     Where end;
     std::uint64_t losses_before = 0;    // of its stream, when it began
@@ -117,7 +118,12 @@ struct RequestStream {
     FewOf<End> pending_leaks;  // ends at which it owned nothing
 
     // The guard missed some of its records.
-    bool degraded() const { return marked_degraded || losses_before != stream->losses; }
+    bool degraded() const { return marked_degraded || (followed && losses_before != stream->losses); }
+    // It is no request's any more: what is missed of its stream from now on is not of it.
+    void leave() {
+        marked_degraded = degraded();
+        followed = false;
+    }
     Holding& in(Pool* pool) {
         if (Holding* const known = find(pool); known != nullptr) return *known;
         return holdings.push_back(Holding{pool, 0, {}, 0, 0, 0});

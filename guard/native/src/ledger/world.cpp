@@ -368,7 +368,10 @@ void World::retire(Request* request) {
         }
         rs->late.reset();
     };
-    for (RequestStream* rs : request->streams) let_go(rs, true);
+    for (RequestStream* rs : request->streams) {
+        rs->leave();
+        let_go(rs, true);
+    }
     for (RequestStream* rs : request->former) let_go(rs, false);
     for (const auto& finding : request->findings) findings.erase(finding_key(*finding));
     if (want_retired == Ledger::Retired::all) {
