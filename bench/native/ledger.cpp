@@ -57,18 +57,15 @@ struct Guard {
     }
 
     void feed(const Rows& rows) {
-        const char* at = rows.bytes.data();
-        const char* const end = at + rows.bytes.size();
-        Record record;
-        while (at < end) {
-            if (const char* wrong = parse(at, static_cast<std::size_t>(end - at), record); wrong != nullptr) {
-                std::fprintf(stderr, "a record that is none: %s\n", wrong);
-                std::exit(1);
-            }
+        std::size_t at = 0;
+        const bool whole = each_expected(ledger, rows, at, SIZE_MAX, [&](const Record& record) {
             now_ns = std::max<std::int64_t>(now_ns, static_cast<std::int64_t>(record.time_ns));
             ledger.feed(record, now_ns);
-            at += padded(record.bytes.size());
             if (++fed % kRound == 0) round();
+        });
+        if (!whole) {
+            std::fprintf(stderr, "a record that is none, at byte %zu\n", at);
+            std::exit(1);
         }
     }
     void round() {

@@ -95,11 +95,8 @@ nb::list take_events(PyLedger& self, const nb::callable& update) {
 
 void feed_rows(PyLedger& self, const Rows& rows, std::int64_t now_ns) {
     nb::gil_scoped_release release;
-    Record record;
-    for (std::size_t at = 0; at < rows.bytes.size(); at += padded(record.bytes.size())) {
-        if (parse(rows.bytes.data() + at, rows.bytes.size() - at, record) != nullptr) break;  // `Rows` holds no such
-        self.ledger.feed(record, now_ns);
-    }
+    std::size_t at = 0;
+    each_expected(self.ledger, rows, at, rows.count, [&](const Record& record) { self.ledger.feed(record, now_ns); });
     self.ledger.moved().clear();
 }
 

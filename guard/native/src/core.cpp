@@ -120,20 +120,17 @@ bool Core::take_from_ring() {
 bool Core::feed(const Rows& rows, std::size_t& at, std::int64_t received_ns) {
     const std::int64_t now = now_ns();
     received_ns_ = received_ns;
-    for (std::size_t n = 0; n < kChunk && at < rows.bytes.size(); ++n) {
-        Record record;
-        if (parse(rows.bytes.data() + at, rows.bytes.size() - at, record) != nullptr) {
-            // Who put it there had to check it: where the next one begins is not known either.
-            ++counts_.broken;
-            at = rows.bytes.size();
-            break;
-        }
-        at += padded(record.bytes.size());
+    const bool whole = each_expected(ledger_, rows, at, kChunk, [&](const Record& record) {
         ++counts_.records[record.kind];
         if (record.kind != KVG_PLACE) recent_.add(record, received_ns);
         judging_ns_ = static_cast<std::int64_t>(record.time_ns);
         ledger_.feed(record, now);
         if (!ledger_.events().empty()) act();
+    });
+    if (!whole) {
+        // Who put it there had to check it: where the next one begins is not known either.
+        ++counts_.broken;
+        at = rows.bytes.size();
     }
     publish();
     return at < rows.bytes.size();

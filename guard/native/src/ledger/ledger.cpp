@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 
+#include "ledger/lookahead.hpp"
 #include "ledger/streams.hpp"
 #include "ledger/world.hpp"
 
@@ -18,11 +19,13 @@ constexpr std::int64_t kForever = INT64_MAX;
 }  // namespace
 
 struct Ledger::Impl {
-    Impl(const Policy& policy, const Settings& settings) : world(policy, settings), by_name(world.hash) {}
+    Impl(const Policy& policy, const Settings& settings)
+        : world(policy, settings), by_name(world.hash), lookahead(world, by_name) {}
     ~Impl() { tearing_down = true; }
 
     World world;
     Index<Stream> by_name;
+    Lookahead lookahead;
     std::vector<std::unique_ptr<Stream>> streams;
     std::vector<Stream*> sorted;  // by name
     Stream* lately[8] = {};  // by a glance at their names: records of few streams alternate
@@ -279,7 +282,6 @@ struct Ledger::Impl {
         stream.time_ns = std::max(stream.time_ns, record.time_ns);
         time_ns = std::max(time_ns, record.time_ns);
         find_leaks(stream, stream.time_ns);
-        if (record.has_pages()) fetch(stream, record);
         Request* const request = record.request.empty() ? nullptr : world.find_request(record.request);
         if (const auto limit = exceeded(world, stream, record, request)) {
             drop(*limit, where);
@@ -293,14 +295,6 @@ struct Ledger::Impl {
         stream.processed = static_cast<std::int64_t>(record.seq);
         note_moved(stream);
         if (want_judged) judged.push_back(record.time_ns);
-    }
-
-    // Asks for the pages' memory before it is needed.
-    void fetch(const Stream& stream, const Record& record) const {
-        const Pool* const pool = record.pool.empty() ? stream.name->own_pool : nullptr;
-        if (pool == nullptr) return;
-        const std::uint32_t runs = std::min<std::uint32_t>(record.pages.runs(), 16);
-        for (std::uint32_t i = 0; i < runs; ++i) pool->prefetch(record.pages.run(i).first);
     }
 
     void apply_to_request(Stream& stream, const Record& record, const Where& where, Request* known) {
@@ -421,6 +415,7 @@ Ledger::~Ledger() {
     tearing_down = false;
 }
 
+void Ledger::expect(const Record& record) { impl_->lookahead.expect(record); }
 void Ledger::feed(const Record& record, std::int64_t now_ns) { impl_->feed(record, now_ns); }
 void Ledger::advance(std::int64_t now_ns) { impl_->advance(now_ns); }
 void Ledger::finish() { impl_->finish(); }

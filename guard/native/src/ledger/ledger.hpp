@@ -144,6 +144,9 @@ class Ledger {
     // Takes one parsed record in (its bytes may go as soon as this returns) and judges all that it makes ready.
     // A KVG_PLACE record only takes its place in the stream.
     void feed(const Record& record, std::int64_t now_ns);
+    // A hint, for speed alone: the record will be fed some records from now.
+    void expect(const Record& record);
+    static constexpr std::size_t kAhead = 10;  // as far ahead as it is worth while
     // Time passes: gives up what should have come by now, and looks for leaks.
     void advance(std::int64_t now_ns);
     // The input is over: whatever did not come will not.
@@ -186,5 +189,26 @@ class Ledger {
     struct Impl;
     std::unique_ptr<Impl> impl_;
 };
+
+// Calls `take(record)` for at most `most` records of `rows` from `at` on, each of them expected by the ledger some
+// records before, and moves `at` behind them. False when what stands there is no record: nothing behind it is read.
+template <class Take>
+bool each_expected(Ledger& ledger, const Rows& rows, std::size_t& at, std::size_t most, Take&& take) {
+    Record ahead[Ledger::kAhead];
+    std::size_t parsed = 0, taken = 0;
+    bool whole = true;
+    for (;;) {
+        while (whole && at < rows.bytes.size() && parsed < most && parsed - taken < Ledger::kAhead) {
+            Record& record = ahead[parsed % Ledger::kAhead];
+            whole = parse(rows.bytes.data() + at, rows.bytes.size() - at, record) == nullptr;
+            if (!whole) break;
+            at += padded(record.bytes.size());
+            ledger.expect(record);
+            ++parsed;
+        }
+        if (taken == parsed) return whole;
+        take(ahead[taken++ % Ledger::kAhead]);
+    }
+}
 
 }  // namespace kvguard

@@ -318,6 +318,12 @@ class Index {
             if (slot.hash == hash && slot.object->key() == key) return slot.object;
         }
     }
+    // For those who look ahead: asks for the place of a hash, and says what stands right there (it may be another's).
+    void prefetch(std::uint64_t hash) const { __builtin_prefetch(&slots_[hash & mask()]); }
+    T* peek(std::uint64_t hash) const {
+        const Slot& slot = slots_[hash & mask()];
+        return slot.hash == hash ? slot.object : nullptr;
+    }
     void insert(T* object) { insert(object, hash_(object->key())); }
     void insert(T* object, std::uint64_t hash) {
         if (4 * (size_ + 1) > 3 * slots_.size()) grow();

@@ -40,6 +40,8 @@ class Names {
     }
 
     Name* find(std::string_view text) const { return index_.find(text); }
+    void prefetch(std::uint64_t hash) const { index_.prefetch(hash); }
+    Name* peek(std::uint64_t hash) const { return index_.peek(hash); }
     // The name, made with no reference to it if it is new: the caller takes one at once.
     Name* intern(std::string_view text) {
         const std::uint64_t hash = index_.hash(text);

@@ -215,6 +215,7 @@ struct World {
     void drop_late(Late* late);
 
     Finding& report(Kind kind, const Where& where, std::string_view pool, bool has_pool, RequestStream* rs, Report&& more);
+    void forget(const Finding& finding);
     // The requests that those tenants' bytes in it come from.
     void foreign_of(const Taint& taint, const Name* tenant, Report& into) const;
 };
