@@ -100,7 +100,7 @@ def test_sigterm_judges_what_was_received(guardd: Callable[..., Guardd]) -> None
 
 
 def test_a_killed_guard_is_replaced_without_letting_anybody_go(guardd: Callable[..., Guardd]) -> None:
-    first = guardd()
+    first = guardd(journal={"enabled": False})
     board = first.board()
     first.send(*case(INCIDENT_CASE))
     until(lambda: board.watermark("decode-0", 1) == 16)
@@ -109,7 +109,7 @@ def test_a_killed_guard_is_replaced_without_letting_anybody_go(guardd: Callable[
     assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: not board.alive())
 
-    second = guardd()
+    second = guardd(journal={"enabled": False})
     assert second.get("/readyz").status_code == 200
     until(board.alive)  # the reader finds the new board by itself
     assert board.verdict("r2") is Verdict.KILL
@@ -119,6 +119,25 @@ def test_a_killed_guard_is_replaced_without_letting_anybody_go(guardd: Callable[
     second.send(*case("clean-two-tenants")[:1])
     until(lambda: board.watermark("prefill-0", 1) == 0)
     assert second.stop() == 0
+
+
+def test_a_guard_that_takes_over_knows_how_far_streams_were_judged(guardd: Callable[..., Guardd]) -> None:
+    first = guardd()
+    board = first.board()
+    first.send(*case(INCIDENT_CASE))
+    until(lambda: board.watermark("decode-0", 1) == 16)
+    assert first.stop() == 0
+    second = guardd()
+    until(board.alive)
+    until(lambda: board.watermark("decode-0", 1) == 16)
+    gaps = until(lambda: second.incidents().list(kind="stream-gap"))
+    assert {f["confidence"] for incident in gaps for f in incident.findings} == {"degraded"}
+    second.send(*case(INCIDENT_CASE))  # a sender that was not told that they had arrived
+    metrics = until(lambda: (m := second.metrics())["kvguard_records_duplicate_total"] > 20 and m)
+    assert metrics["kvguard_journal_bytes"] > 0
+    assert metrics["kvguard_journal_write_failures_total"] == 0
+    assert second.stop() == 0
+    assert [f["kind"] for incident in second.incidents().list() for f in incident.findings].count("foreign-read") == 1
 
 
 def test_streams_that_began_before_the_guard_are_not_vouched_for(guardd: Callable[..., Guardd]) -> None:
