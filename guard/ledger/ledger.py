@@ -213,15 +213,13 @@ class Ledger:
             if (stream.wait_deadline_ns or 0) > due:
                 return
             self._stop_waiting(stream)
-            self._apply(stream, stream.ready.popleft())
+            self._apply(stream, stream.take_first())
         elif stream.held:
             if (stream.deadline_ns or 0) > due:
                 return
             gap = stream.skip_hole()
             if gap is not None:
                 lifecycle.lost(self._world, stream, gap, "a hole in kv.seq")
-            if stream.held:
-                stream.deadline_ns = self._deadline(self._world.now_ns)
         elif stream.successors:
             if (stream.successor_deadline_ns or 0) > due:
                 return
@@ -241,12 +239,13 @@ class Ledger:
                 missing = None
                 if isinstance(record, TransferEnd) and record.side is Side.RECV:
                     missing = moves.missing_begin(self._world, record)
-                if missing is not None:
+                # Many that wait behind each other have waited together.
+                if missing is not None and current.due[record.seq] > self._world.now_ns:
                     current.waiting_for = missing
-                    current.wait_deadline_ns = self._deadline(self._world.now_ns)
+                    current.wait_deadline_ns = current.due[record.seq]
                     self._waiting.setdefault(missing, set()).add(current.name)
                     break
-                current.ready.popleft()
+                current.take_first()
                 self._apply(current, record)
                 if isinstance(record, (TransferBegin, TransferEnd)):
                     runnable.extend(self._woken({record.transfer, record.transfer.rpartition("/")[0]}))

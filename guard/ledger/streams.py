@@ -39,6 +39,8 @@ class Stream:
     """Records beyond a hole."""
     ready: deque[Record] = field(default_factory=deque)
     """Records in order that wait for another stream."""
+    due: dict[int, int] = field(default_factory=dict)
+    """Of each record held or ready: the arrival time until which it may wait, from when it came itself."""
     deadline_ns: int | None = None
     """Arrival time until which the hole before `held` may fill."""
     waiting_for: str | None = None
@@ -93,10 +95,17 @@ class Stream:
             self.duplicates += 1
             return self.held[record.seq] == record
         self.held[record.seq] = record
+        self.due[record.seq] = deadline_ns
         self._release()
         if self.held and self.deadline_ns is None:
             self.deadline_ns = deadline_ns
         return True
+
+    def take_first(self) -> Record:
+        """The first ready record, which waits no more."""
+        record = self.ready.popleft()
+        del self.due[record.seq]
+        return record
 
     def skip_hole(self) -> Gap | None:
         """Gives up the hole before what is held; None when there is none."""
@@ -106,6 +115,8 @@ class Stream:
         self.next_seq = gap.last + 1
         self.given_up.append(gap)
         self._release()
+        if self.held:
+            self.deadline_ns = self.due[min(self.held)]
         return gap
 
     def start_successor(self, deadline_ns: int) -> None:
@@ -116,7 +127,7 @@ class Stream:
         self.epoch = min(rising) if rising else next(iter(self.successors))
         held = self.successors.pop(self.epoch)
         self.next_seq, self.processed, self.resumed, self.clock = 0, -1, -1, {}
-        self.held, self.deadline_ns = {}, None
+        self.held, self.due, self.deadline_ns = {}, {}, None
         self.recent.clear()
         self.given_up.clear()
         if not self.successors:

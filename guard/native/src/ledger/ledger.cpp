@@ -183,10 +183,6 @@ struct Ledger::Impl {
             if (stream.has_deadline && stream.deadline_ns > due) return;
             Gap gap{};
             if (stream.skip_hole(world.hash, gap)) lost(world, stream, gap, "a hole in kv.seq");
-            if (!stream.held.empty()) {
-                stream.has_deadline = true;
-                stream.deadline_ns = deadline(world.now_ns);
-            }
         } else if (!stream.successors.empty()) {
             if (stream.has_successor_deadline && stream.successor_deadline_ns > due) return;
             restart(world, stream);
@@ -210,12 +206,14 @@ struct Ledger::Impl {
             runnable.pop_front();
             while (!stream.ready.empty() && !stream.waiting) {
                 Record record;
-                parse(stream.ready.front().data(), stream.ready.front().size(), record);
-                if (waits(record)) {
+                const Stream::Kept& first = stream.ready.front();
+                parse(first.bytes.data(), first.bytes.size(), record);
+                // Many that wait behind each other have waited together.
+                if (waits(record) && first.due > world.now_ns) {
                     stream.waiting = true;
                     stream.waiting_for = record.transfer;
                     stream.has_wait_deadline = true;
-                    stream.wait_deadline_ns = deadline(world.now_ns);
+                    stream.wait_deadline_ns = first.due;
                     auto& names = waiting[stream.waiting_for];
                     names.insert(std::upper_bound(names.begin(), names.end(), &stream,
                                                   [](const Stream* a, const Stream* b) {
@@ -244,7 +242,7 @@ struct Ledger::Impl {
             if (at == waiting.end()) continue;
             for (Stream* stream : std::vector<Stream*>(at->second)) {
                 Record record;
-                parse(stream->ready.front().data(), stream->ready.front().size(), record);
+                parse(stream->ready.front().bytes.data(), stream->ready.front().bytes.size(), record);
                 if (missing_begin(world, record)) continue;
                 stop_waiting(*stream);
                 out.push_back(stream);
@@ -264,7 +262,7 @@ struct Ledger::Impl {
     }
 
     void apply_first(Stream& stream) {
-        const std::string bytes = std::move(stream.ready.front());
+        const std::string bytes = std::move(stream.ready.front().bytes);
         stream.ready.pop_front();
         Record record;
         parse(bytes.data(), bytes.size(), record);
@@ -467,8 +465,8 @@ std::uint64_t Ledger::bytes() const {
                           w.request_names.bytes() + w.tenant_names.bytes() + w.sharers.bytes() + w.incoming.bytes();
     for (const auto& stream : impl_->streams) {
         bytes += stream->recent.size() * sizeof(Stream::Recent);
-        for (const auto& [seq, held] : stream->held) bytes += held.size() + 64;
-        for (const auto& ready : stream->ready) bytes += ready.size() + 32;
+        for (const auto& [seq, held] : stream->held) bytes += held.bytes.size() + 64;
+        for (const auto& ready : stream->ready) bytes += ready.bytes.size() + 32;
     }
     return bytes;
 }

@@ -55,10 +55,10 @@ bool Stream::push(std::uint64_t seq, std::string_view bytes, std::int64_t deadli
         ++duplicates;
         return static_cast<std::int64_t>(seq) < resumed || remembers(seq, hash(bytes));
     }
-    const auto [place, added] = held.try_emplace(seq, bytes);
+    const auto [place, added] = held.try_emplace(seq, Kept{std::string(bytes), deadline});
     if (!added) {
         ++duplicates;
-        return place->second == bytes;
+        return place->second.bytes == bytes;
     }
     let_go(hash);
     if (!held.empty() && !has_deadline) {
@@ -71,7 +71,7 @@ bool Stream::push(std::uint64_t seq, std::string_view bytes, std::int64_t deadli
 void Stream::let_go(const Hash& hash) {
     while (!held.empty() && held.begin()->first == next_seq) {
         auto node = held.extract(held.begin());
-        remember(next_seq, hash(node.mapped()));
+        remember(next_seq, hash(node.mapped().bytes));
         ready.push_back(std::move(node.mapped()));
         ++next_seq;
     }
@@ -85,6 +85,10 @@ bool Stream::skip_hole(const Hash& hash, Gap& gap) {
     given_up.push_back(gap);
     if (given_up.size() > kRemembered) given_up.pop_front();
     let_go(hash);
+    if (!held.empty()) {
+        has_deadline = true;
+        deadline_ns = held.begin()->second.due;
+    }
     return true;
 }
 

@@ -42,8 +42,13 @@ struct Stream {
     std::uint64_t time_ns = 0;
     std::int64_t resumed = -1;  // records below it were judged before the guard's restart; -1: there was none in this epoch
     std::size_t moved_at = 0;  // its place among those whose watermark moved, if it is there
-    std::map<std::uint64_t, std::string> held;
-    std::deque<std::string> ready;
+    // A record that waits, and the arrival time until which it may, from when it came itself.
+    struct Kept {
+        std::string bytes;
+        std::int64_t due;
+    };
+    std::map<std::uint64_t, Kept> held;
+    std::deque<Kept> ready;
     bool has_deadline = false, has_wait_deadline = false, has_successor_deadline = false;
     std::int64_t deadline_ns = 0, wait_deadline_ns = 0, successor_deadline_ns = 0;
     bool waiting = false;
