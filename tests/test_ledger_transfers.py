@@ -319,3 +319,17 @@ def test_what_changes_in_the_source_after_the_senders_end_is_not_in_it() -> None
     rig.ended("d", "recv", "a1", "4-5")
     rig.read("d", "a1", "4-5")
     assert rig.end() == []
+
+
+def test_a_transfer_that_is_over_is_forgotten_by_pages_that_its_pool_does_not_have_any_more() -> None:
+    rig = Rig()
+    rig.prefilled("a1", "0-1")
+    rig.begin("a1", "0-1", "0-1", "x1")
+    rig.pool("p", size=0)
+    rig.ended("p", "send", "a1", "0-1", "x1")
+    rig.ended("d", "recv", "a1", "0-1", "x1", "aborted")
+    rig.pool("p")
+    rig.prefilled("b1", "4-5")
+    rig.begin("b1", "4-5", "4-5", "x2")  # may have the room that the first had
+    rig.free("p", "a1", "0-1")
+    assert not [f for f in rig.end() if f.kind is Kind.FREE_IN_FLIGHT and f.transfer == "x2"]
