@@ -246,6 +246,18 @@ def test_a_crowd_beyond_the_limits(seed: int, count: int) -> None:
     check(disturbed(records, rng) if rng.random() < 0.2 else records, rng, tight=rng.random() < 0.8)
 
 
+@many(120)
+@given(seed=SEEDS, count=st.integers(500, 2000), kind=st.sampled_from(["garbage", "dense", "crowd"]))
+def test_long_runs(seed: int, count: int, kind: str) -> None:
+    rng = random.Random(seed)
+    records = some_garbage(kind, rng).records(count)
+    check(records, rng, tight=rng.random() < 0.2)
+
+
+def some_garbage(kind: str, rng: random.Random) -> Garbage:
+    return Dense(rng) if kind == "dense" else Crowd(rng, False) if kind == "crowd" else Garbage(rng, sane=True)
+
+
 @many(1500)
 @given(seed=SEEDS, count=st.integers(1, 150), kind=st.sampled_from(["model", "garbage", "dense", "crowd"]))
 def test_after_a_restart_of_the_guard(seed: int, count: int, kind: str) -> None:
@@ -254,8 +266,7 @@ def test_after_a_restart_of_the_guard(seed: int, count: int, kind: str) -> None:
     if kind == "model":
         records = buggy(seed, count // 2, count // 2, rng.choice(BUGS))[0]
     else:
-        garbage = Dense(rng) if kind == "dense" else Crowd(rng, False) if kind == "crowd" else Garbage(rng, sane=True)
-        records = garbage.records(count)
+        records = some_garbage(kind, rng).records(count)
     live = rng.random() < 0.6
     policy, limits = some_policy(rng), some_settings(rng, tight=rng.random() < 0.1, live=live)
     cut = rng.randrange(len(records) + 1)
