@@ -42,7 +42,7 @@ def finding(kind: Kind, **fields: Any) -> dict[str, Any]:
         "kind": kind.value, "severity": "critical", "action": "kill", "request": "r2", "tenant": "bob-corp",
         "other_tenants": ["alice-corp"], "other_requests": ["r1"], "pool": "decode-0", "pages": "0-3,9",
         "transfer": None, "stream": "decode-0", "seq": 7, "confidence": "full", "time_ns": READ_NS,
-        "reason": "read pages that hold data of 1 other tenant(s)", **fields,
+        "reason": "read pages that hold other tenants' data", **fields,
     }  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_show_tells_all_of_it(db: Path) -> None:
     text = result.stdout
     for words in (
         KILLED.id, "killed (mode enforce)", "bob-corp", "foreign-read", "0-3,9", "alice-corp", "r1", "decode-0#7",
-        "read pages that hold data of 1 other tenant(s)", "kv.admit", "tokens=70",
+        "read pages that hold other tenants' data", "kv.admit", "tokens=70",
     ):  # fmt: skip
         assert words in text
     facts = dict(line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("record to"))

@@ -112,7 +112,7 @@ def _foreign_read(
                 Kind.FOREIGN_READ, where, pool.id, rs, evidence=[Evidence(e.page_index, None) for e in evidence],
                 tenants=foreign, requests=world.foreign_requests(taint, foreign),
                 degraded=not taint.surely_foreign_to(tenant),
-                reason=f"read pages that hold data of {len(foreign)} other tenant(s)",
+                reason="read pages that hold other tenants' data",
             )  # fmt: skip
             crossing(world, rs.request)
 

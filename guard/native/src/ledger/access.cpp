@@ -39,7 +39,7 @@ class ForeignRead final : public Watcher {
         more.evidence = &pages_;
         world_.foreign_of(label, tenant_.get(), more);
         more.degraded = !world_.taints.foreign(label.sure, tenant_.get());
-        more.reason = "read pages that hold data of " + std::to_string(more.tenants.size()) + " other tenant(s)";
+        more.reason = "read pages that hold other tenants' data";
         world_.report(Kind::foreign_read, where_, pool_->id, true, rs_.get(), std::move(more));
         crossing(world_, rs_->request);
     }
