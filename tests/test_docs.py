@@ -346,6 +346,7 @@ def test_the_samples_are_valid(every_field: bool, tmp_path: Path) -> None:
     assert engines.guard.wait_ms > (guards.ledger.reorder_window_ms or 0)
     if every_field:
         assert guards.engine.abort_url == f"http://{engines.host}:{engines.port}/abort_request"
+        assert engines.guard.ring == guards.ring.path
         assert engines.tenants
         assert engines.admin_key
     else:

@@ -333,3 +333,27 @@ def test_a_transfer_that_is_over_is_forgotten_by_pages_that_its_pool_does_not_ha
     rig.begin("b1", "4-5", "4-5", "x2")  # may have the room that the first had
     rig.free("p", "a1", "0-1")
     assert not [f for f in rig.end() if f.kind is Kind.FREE_IN_FLIGHT and f.transfer == "x2"]
+
+
+def test_many_ends_whose_begins_are_lost_wait_together() -> None:
+    rig = Rig(window_ms=200)
+    for n in range(5):
+        rig.alloc("d", f"a{n}", f"{2 * n}-{2 * n + 1}")
+        rig.ended("d", "recv", f"a{n}", f"{2 * n}-{2 * n + 1}", transfer=f"x{n}")
+    rig.read("d", "a0", "0-1")
+    assert rig.ledger.watermark("d")[1] < 9
+    rig.advance(100)
+    assert rig.ledger.watermark("d")[1] < 9
+    rig.advance(100)
+    assert rig.ledger.watermark("d")[1] == rig.places["d"][1] - 1, "each would have waited a window of its own"
+    assert rig.ledger.gaps == 5
+
+
+def test_holes_behind_each_other_wait_from_when_they_were_seen() -> None:
+    rig = Rig(window_ms=200)
+    for n in range(5):
+        rig.lose("d")
+        rig.admit("d", f"a{n}")
+    for _ in range(5):
+        rig.advance(200 if rig.ledger.gaps == 0 else 0)
+    assert rig.ledger.gaps == 5
