@@ -17,13 +17,16 @@ const Request* Lookahead::request(const Hint& hint) const {
 }
 
 void Lookahead::expect(const Record& record) {
+    // What is small is in the processor's cache anyway.
+    const bool many = world_.requests_known - world_.requests_ended > kFewRequests;
+    if (!many && world_.blocks <= kFewBlocks) return;
     Hint& now = hints_[next_ % kSteps];
     if (const Stream* const last = before(1).stream; last != nullptr && last->name->text == record.stream) {
         now.stream = last;
     } else {
         now.stream = streams_.find(record.stream);
     }
-    now.named = !record.request.empty();
+    now.named = many && !record.request.empty();
     if (now.named) {
         now.hash = world_.hash(record.request);
         world_.request_names.prefetch(now.hash);
@@ -38,23 +41,24 @@ void Lookahead::expect(const Record& record) {
                     now.page[now.pages++] = p;
                 }
             }
-    if (const Hint& hint = before(2); hint.named)
-        if (const Name* const name = world_.request_names.peek(hint.hash); name != nullptr)
-            fetch(name, sizeof(Name) + 32);
     const Hint& fourth = before(4);
-    if (const Request* const known = request(fourth); known != nullptr) fetch(known, 192);
     if (fourth.pages != 0)
         if (const Pool* const pool = fourth.stream->name->own_pool; pool != nullptr)
             for (std::uint32_t i = 0; i < fourth.pages; ++i)
                 if (const Page* const page = pool->find(fourth.page[i]); page != nullptr && page->label != nullptr)
                     fetch(page->label, sizeof(Taint));
-    if (const Request* const known = request(before(6)); known != nullptr)
-        for (const RequestStream* rs : known->streams) __builtin_prefetch(rs);
-    const Hint& eighth = before(8);
-    if (const Request* const known = request(eighth); known != nullptr && eighth.stream != nullptr)
-        if (const RequestStream* const rs = known->on(eighth.stream->name); rs != nullptr)
-            fetch(reinterpret_cast<const char*>(rs) + 64, sizeof(RequestStream) - 64);
     ++next_;
+    if (!many) return;
+    if (const Hint& hint = before(3); hint.named)
+        if (const Name* const name = world_.request_names.peek(hint.hash); name != nullptr)
+            fetch(name, sizeof(Name) + 32);
+    if (const Request* const known = request(before(5)); known != nullptr) fetch(known, 192);
+    if (const Request* const known = request(before(7)); known != nullptr)
+        for (const RequestStream* rs : known->streams) __builtin_prefetch(rs);
+    const Hint& last = before(9);
+    if (const Request* const known = request(last); known != nullptr && last.stream != nullptr)
+        if (const RequestStream* const rs = known->on(last.stream->name); rs != nullptr)
+            fetch(reinterpret_cast<const char*>(rs) + 64, sizeof(RequestStream) - 64);
 }
 
 }  // namespace kvguard

@@ -19,6 +19,7 @@ class Lookahead {
   private:
     static constexpr std::size_t kSteps = 16;  // more than Ledger::kAhead
     static constexpr std::uint32_t kPages = 16;
+    static constexpr std::uint64_t kFewRequests = 1000, kFewBlocks = 64;
     struct Hint {
         const Stream* stream = nullptr;
         std::uint64_t hash = 0;  // of the request's id
