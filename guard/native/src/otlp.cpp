@@ -49,29 +49,17 @@ class Walk {
 
   private:
     bool resource_spans(std::string_view bytes) {
-        Wire wire(bytes);
-        std::uint32_t tag;
-        std::string_view inner;
-        while (!wire.done()) {
-            if (!wire.tag(tag)) return false;
-            switch (tag) {
-                case tag_of(1, otlp::kDelimited):
-                    if (!wire.delimited(inner) || !well_formed(Shape::resource, inner, kResourceDepth)) return false;
-                    break;
-                case tag_of(2, otlp::kDelimited):
-                    if (!wire.delimited(inner) || !scope_spans(inner)) return false;
-                    break;
-                case tag_of(3, otlp::kDelimited):
-                    if (!wire.delimited(inner) || !is_utf8(inner)) return false;
-                    break;
-                default:
-                    if (!wire.skip(tag, kResourceDepth)) return false;
-            }
-        }
-        return true;
+        return level(bytes, Shape::resource, kResourceDepth,
+                     [this](std::string_view inner) { return scope_spans(inner); });
     }
 
     bool scope_spans(std::string_view bytes) {
+        return level(bytes, Shape::scope, kScopeDepth, [this](std::string_view inner) { return span(inner); });
+    }
+
+    // ResourceSpans and ScopeSpans alike: 1 says whose they are, 2 is each of them, 3 a schema's URL.
+    template <class Each>
+    static bool level(std::string_view bytes, Shape whose, int depth, Each&& each) {
         Wire wire(bytes);
         std::uint32_t tag;
         std::string_view inner;
@@ -79,16 +67,16 @@ class Walk {
             if (!wire.tag(tag)) return false;
             switch (tag) {
                 case tag_of(1, otlp::kDelimited):
-                    if (!wire.delimited(inner) || !well_formed(Shape::scope, inner, kScopeDepth)) return false;
+                    if (!wire.delimited(inner) || !well_formed(whose, inner, depth)) return false;
                     break;
                 case tag_of(2, otlp::kDelimited):
-                    if (!wire.delimited(inner) || !span(inner)) return false;
+                    if (!wire.delimited(inner) || !each(inner)) return false;
                     break;
                 case tag_of(3, otlp::kDelimited):
                     if (!wire.delimited(inner) || !is_utf8(inner)) return false;
                     break;
                 default:
-                    if (!wire.skip(tag, kScopeDepth)) return false;
+                    if (!wire.skip(tag, depth)) return false;
             }
         }
         return true;

@@ -137,14 +137,6 @@ void stale_read(World& world, RequestStream* rs, const Record& record, Pool* poo
     world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
 }
 
-void note_page(SortedRuns& runs, std::uint64_t index) {
-    if (!runs.empty() && runs.back().second == index) {
-        ++runs.back().second;
-    } else {
-        runs.emplace_back(index, index + 1);
-    }
-}
-
 }  // namespace
 
 void write(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
@@ -206,13 +198,13 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         if (label == nullptr || label->nothing()) return;
         for (LabelRead& known : labels)
             if (known.label == label && known.unvouched == unvouched) {
-                if (known.watched) note_page(known.pages, index);
+                if (known.watched) append(known.pages, index);
                 return;
             }
         labels.push_back({label, unvouched, false, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), {}});
         LabelRead& fresh = labels.back();
         fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
-        if (fresh.watched) note_page(fresh.pages, index);
+        if (fresh.watched) append(fresh.pages, index);
     };
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         const bool unvouched = pool->unvouched(page);

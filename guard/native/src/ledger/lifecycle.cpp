@@ -129,10 +129,10 @@ void leaked(World& world, RequestStream* rs, const Where& where) {
         const Holding& held = rs->holdings[h];
         if (held.owned == 0) continue;
         Evidence pages;
-        for (const std::uint64_t run : held.owned_runs)
-            for (std::uint64_t i = kvg_run_first(run); i < kvg_run_first(run) + kvg_run_pages(run); ++i)
-                if (const Page* page = held.pool->find(i); page != nullptr && page->owner == rs)
-                    pages.add(i, held.pool->unvouched(*page));
+        each_page(held.owned_runs.view(), [&](std::uint64_t index) {
+            if (const Page* page = held.pool->find(index); page != nullptr && page->owner == rs)
+                pages.add(index, held.pool->unvouched(*page));
+        });
         Report more;
         more.evidence = &pages;
         more.reason = std::to_string(held.owned) + " pages still owned " + world.settings.leak_grace_text +

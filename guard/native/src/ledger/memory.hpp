@@ -36,7 +36,6 @@ class ObjectPool {
         free_ = slot->next;
         T* const object = new (slot->bytes) T(std::forward<Args>(args)...);
         slot->live = true;
-        ++live_;
         return object;
     }
 
@@ -46,12 +45,10 @@ class ObjectPool {
         slot->live = false;
         slot->next = free_;
         free_ = slot;
-        --live_;
     }
 
     // Whether the slot that this pointer (once one of the pool's) points to holds an object now.
     static bool is_live(const T* object) { return reinterpret_cast<const Slot*>(object)->live; }
-    std::size_t live() const { return live_; }
     std::size_t bytes() const { return chunks_.size() * sizeof(Chunk); }
 
   private:
@@ -77,7 +74,6 @@ class ObjectPool {
 
     std::vector<std::unique_ptr<Chunk>> chunks_;
     Slot* free_ = nullptr;
-    std::size_t live_ = 0;
 };
 
 // A counted reference: `retain(T*)` and `release(T*)` are found by the type.

@@ -32,12 +32,6 @@ std::vector<std::string_view> split(std::string_view digests) {
     return out;
 }
 
-template <class F>
-void each_page(const Pages& pages, F&& visit) {
-    for (std::uint32_t i = 0; i < pages.runs(); ++i)
-        for (std::uint64_t index = pages.run(i).first; index < pages.run(i).stop(); ++index) visit(index);
-}
-
 bool is_piece(std::string_view transfer) {
     const std::size_t slash = transfer.rfind('/');
     if (slash == std::string_view::npos || slash + 1 == transfer.size()) return false;

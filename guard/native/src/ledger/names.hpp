@@ -53,7 +53,6 @@ class Names {
         index_.insert(name, hash);
         return name;
     }
-    std::size_t size() const { return index_.size(); }
     std::size_t bytes() const { return index_.bytes() + 72 * index_.size(); }
 
   private:
@@ -77,7 +76,7 @@ class TenantSets {
     explicit TenantSets(const Hash& hash);
 
     Id single(Name* tenant);
-    // The set of both; `retain` it if it is to be kept (a set nobody keeps stays only until `tidy`).
+    // The set of both, for the caller to `retain`: it goes with the last who let go of it.
     Id unite(Id a, Id b);
     void retain(Id id) {
         if (id != 0) ++sets_[id].refs;
@@ -89,7 +88,6 @@ class TenantSets {
     bool contains(Id id, const Name* tenant) const;
     // Whether `sub` lies within `super`.
     bool within(Id sub, Id super);
-    std::size_t size() const { return sets_.size() - free_.size(); }
 
   private:
     struct Set {

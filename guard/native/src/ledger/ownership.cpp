@@ -90,32 +90,21 @@ void keep_released(RequestStream* rs, Pool* pool, PageRuns&& pages, const Where&
 
 void note_owned(Holding& held, std::uint64_t index) {
     ++held.owned;
-    auto& runs = held.owned_runs;
-    if (!runs.empty()) {
-        const std::uint64_t last = runs.back();
-        if (kvg_run_first(last) + kvg_run_pages(last) == index && kvg_run_pages(last) < KVG_MAX_PAGES) {
-            runs.back() = last + 1;
-            return;
-        }
-    }
-    runs.push_back(kvg_run(index, 1));
+    held.owned_runs.append(index);
 }
 
 // Forgets runs of pages that the request gave back long ago.
 void tidy_owned(RequestStream* rs, Holding& held) {
-    if (held.owned_runs.size() < 64 || held.owned_runs.size() < 2 * held.owned) return;
+    if (held.owned_runs.runs() < 64 || held.owned_runs.runs() < 2 * held.owned) return;
     std::vector<std::uint64_t> mine;
-    for (const std::uint64_t run : held.owned_runs)
-        for (std::uint64_t i = kvg_run_first(run); i < kvg_run_first(run) + kvg_run_pages(run); ++i) {
-            const Page* page = held.pool->find(i);
-            if (page != nullptr && page->owner == rs) mine.push_back(i);
-        }
+    each_page(held.owned_runs.view(), [&](std::uint64_t index) {
+        const Page* page = held.pool->find(index);
+        if (page != nullptr && page->owner == rs) mine.push_back(index);
+    });
     std::sort(mine.begin(), mine.end());
     mine.erase(std::unique(mine.begin(), mine.end()), mine.end());
     held.owned_runs.clear();
-    const std::uint64_t owned = held.owned;
-    for (const std::uint64_t index : mine) note_owned(held, index);
-    held.owned = owned;
+    for (const std::uint64_t index : mine) held.owned_runs.append(index);
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ struct Death {
 struct Holding {
     Pool* pool = nullptr;
     std::uint64_t owned = 0;                // pages
-    SmallVec<std::uint64_t, 2> owned_runs;  // where they may be: pages handed to it, given back or not
+    PageRuns owned_runs;                    // where they may be: pages handed to it, given back or not
     u128 shared = 0, landed = 0, written = 0;  // valid tokens
     u128 valid() const { return shared + landed > written ? shared + landed : written; }
 };

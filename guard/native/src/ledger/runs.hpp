@@ -19,7 +19,8 @@ class PageRuns {
     explicit PageRuns(const Pages& pages) { runs_.assign(pages.data(), pages.runs()); }
 
     Pages view() const { return {runs_.begin(), runs_.size()}; }
-    bool empty() const { return runs_.empty(); }
+    std::uint32_t runs() const { return runs_.size(); }
+    void clear() { runs_.clear(); }
     void append(std::uint64_t index) {
         if (!runs_.empty()) {
             const std::uint64_t last = runs_.back();
@@ -41,8 +42,23 @@ class PageRuns {
     SmallVec<std::uint64_t, 2> runs_;
 };
 
+template <class F>
+void each_page(const Pages& pages, F&& visit) {
+    for (std::uint32_t i = 0; i < pages.runs(); ++i)
+        for (std::uint64_t index = pages.run(i).first; index < pages.run(i).stop(); ++index) visit(index);
+}
+
 // Half-open runs, rising and joined.
 using SortedRuns = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
+
+// Puts a page behind the others, in the last run if it follows on it.
+inline void append(SortedRuns& runs, std::uint64_t index) {
+    if (!runs.empty() && runs.back().second == index) {
+        ++runs.back().second;
+    } else {
+        runs.emplace_back(index, index + 1);
+    }
+}
 
 // Puts runs (in any order) in order and joins them.
 void normalise(SortedRuns& runs);
@@ -60,11 +76,11 @@ struct Evidence {
     bool empty() const { return runs.empty(); }
     // One page whose state does not matter (or is judged elsewhere).
     void add(std::uint64_t index) {
-        put(index);
+        append(runs, index);
         vouched = true;
     }
     void add(std::uint64_t index, bool unvouched) {
-        put(index);
+        append(runs, index);
         vouched |= !unvouched;
     }
     void add_run(std::uint64_t first, std::uint64_t stop) {
@@ -73,15 +89,6 @@ struct Evidence {
         vouched = true;
     }
     std::uint64_t size() const { return count(runs); }
-
-  private:
-    void put(std::uint64_t index) {
-        if (!runs.empty() && runs.back().second == index) {
-            ++runs.back().second;
-        } else {
-            runs.emplace_back(index, index + 1);
-        }
-    }
 };
 
 }  // namespace kvguard

@@ -93,7 +93,6 @@ class TaintGraph {
 
     TenantSets sets;
     Ref<Name> public_name;
-    std::size_t open() const { return open_; }
     std::size_t bytes() const { return pool_.bytes(); }
 
   private:

@@ -377,15 +377,11 @@ void World::drop_transfer(Transfer* transfer) {
 
 void World::unlist_incoming(Transfer* transfer) {
     const Pool* const to = transfer->pool;
-    for (const std::uint64_t run : transfer->into) {
-        const std::uint64_t stop = kvg_run_first(run) + kvg_run_pages(run);
-        for (std::uint64_t index = kvg_run_first(run); index < stop; ++index) {
-            const IncomingKey key{to, index};
-            auto* const writers = incoming.find(key);
-            if (writers == nullptr || !writers->remove(transfer)) continue;
-            if (writers->empty()) incoming.erase(key);
-        }
-    }
+    each_page({transfer->into.begin(), transfer->into.size()}, [&](std::uint64_t index) {
+        const IncomingKey key{to, index};
+        auto* const writers = incoming.find(key);
+        if (writers != nullptr && writers->remove(transfer) && writers->empty()) incoming.erase(key);
+    });
     transfer->into.clear();
 }
 
