@@ -201,7 +201,7 @@ def _landed(
             onward.taint.absorb(page.label)
     begun = sum(t.begin.tokens for t in transfers)
     missing = PageSet.of(sorted(sent_to.keys() - set(pool.clip(record.pages))))
-    rs.valid_in(pool.id).landed += min(record.tokens, begun)
+    rs.valid_in(pool.id).land(min(record.tokens, begun))
     if missing or record.tokens < begun:
         world.report(
             Kind.SHORT_TRANSFER, where, pool.id, rs, evidence=[Evidence(i, None) for i in missing],

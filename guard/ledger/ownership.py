@@ -95,7 +95,7 @@ def share(world: World, stream: Stream, rs: RequestStream, record: Share, where:
         page.label.watch(check)
     tokens = record.tokens if record.tokens is not None else len(record.pages) * (pool.page_tokens or 0)
     if record.pages:
-        rs.valid_in(pool.id).shared += tokens * new // len(record.pages)
+        rs.valid_in(pool.id).share(tokens * new // len(record.pages))
 
 
 def _foreign_share(

@@ -45,6 +45,10 @@ class Death(NamedTuple):
     """Whether it may have seen more of them, in records that the guard missed."""
 
 
+MOST_TOKENS = 2**63 - 1
+"""Counts of tokens do not go beyond this; it is the convention's largest number."""
+
+
 class Valid:
     """A request's valid tokens in one pool: what was shared plus what landed, or the last write's count."""
 
@@ -58,7 +62,15 @@ class Valid:
     @property
     def tokens(self) -> int:
         """How many tokens of the request may be attended to."""
-        return max(self.shared + self.landed, self.written)
+        return max(min(self.shared + self.landed, MOST_TOKENS), self.written)
+
+    def share(self, tokens: int) -> None:
+        """So many more were shared to it."""
+        self.shared = min(self.shared + tokens, MOST_TOKENS)
+
+    def land(self, tokens: int) -> None:
+        """So many more landed for it."""
+        self.landed = min(self.landed + tokens, MOST_TOKENS)
 
 
 class Request:

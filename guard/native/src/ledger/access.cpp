@@ -13,7 +13,8 @@ constexpr std::uint64_t kMaxBeyond = 1024;  // pages beyond a pool's end that a 
 void tainted(World& world, RequestStream* rs, const Where& where, std::string_view pool, const Taint& label,
              const Name* tenant) {
     bool any = false, all_degraded = true;
-    for (const auto& f : rs->request->findings)
+    static const std::vector<std::shared_ptr<Finding>> kNone;
+    for (const auto& f : rs->request->rare ? rs->request->rare->findings : kNone)
         if (f->kind == Kind::foreign_read && f->request == rs->request->id->key()) {
             any = true;
             all_degraded &= f->degraded;
@@ -89,16 +90,17 @@ class TaintedResponse final : public Watcher {
 };
 
 // Keeps a read or a response; when there are too many, as one with the last.
-void keep_looked(FewOf<Looked>& kept, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit) {
-    if (kept.size() < kMaxLooked) {
-        kept.push_back({where, pool, PageRuns(pages)});
+void keep_looked(World& world, RequestStream* rs, Log& kept, const Where& where, Name* pool, const Pages& pages,
+                 std::uint64_t limit, std::uint32_t keeps = 0) {
+    if (!kept.full()) {
+        kept.add(world.memory, where.time_ns, where.seq, pool, pages, keeps);
         return;
     }
-    Looked& last = kept.back();
     PageRuns joined{pages};
-    if (last.pool == pool) {
+    const auto [last_pool, last_pages] = kept.back();
+    if (last_pool == pool) {
         SortedRuns all;
-        for (const Pages& part : {last.pages.view(), pages})
+        for (const Pages& part : {Pages{last_pages.data(), static_cast<std::uint32_t>(last_pages.size())}, pages})
             for (std::uint32_t i = 0; i < part.runs(); ++i) {
                 const Pages::Run run = part.run(i);
                 if (run.first < limit) all.emplace_back(run.first, std::min(run.stop(), limit));
@@ -109,7 +111,25 @@ void keep_looked(FewOf<Looked>& kept, const Where& where, Name* pool, const Page
             for (std::uint64_t at = first; at < stop; at += KVG_MAX_PAGES)
                 joined.add_run(at, std::min<std::uint64_t>(stop - at, KVG_MAX_PAGES));
     }
-    last = {where, pool, std::move(joined)};
+    const Ref<Name> keep(pool);
+    kept.pop_back();
+    kept.add(world.memory, where.time_ns, where.seq, pool, joined.view());
+}
+
+// Keeps a read. Mostly it is of the pages of the one before and a few more.
+void keep_read(World& world, RequestStream* rs, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit) {
+    const auto hash = [&](std::uint32_t from, std::uint32_t to, std::uint64_t h) {
+        for (std::uint32_t i = from; i < to; ++i) h = world.hash(pages.data()[i], h);
+        return h;
+    };
+    const std::uint32_t runs = pages.runs(), before = rs->read_runs;
+    std::uint32_t keeps = before > 0 && runs >= before ? before - 1 : 0;
+    std::uint64_t h = hash(0, keeps, 0);
+    if (keeps != 0 && h != rs->read_hash) keeps = 0;
+    if (keeps == 0) h = 0;
+    keep_looked(world, rs, rs->reads, where, pool, pages, limit, keeps);
+    rs->read_hash = runs == 0 ? 0 : hash(keeps, runs - 1, h);
+    rs->read_runs = rs->reads.full() ? 0 : runs;
 }
 
 void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
@@ -122,18 +142,18 @@ void stale_read(World& world, RequestStream* rs, const Record& record, Pool* poo
         more.evidence = &stale;
         world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
     }
-    const u128 valid = rs->in(pool).valid();
+    const std::uint64_t valid = rs->in(pool).valid();
     if (record.tokens <= valid || !pool->announced) return;
-    const u128 first = pool->page_tokens != 0 ? valid / pool->page_tokens : 0;
+    const std::uint64_t first = pool->page_tokens != 0 ? valid / pool->page_tokens : 0;
     Evidence beyond;
-    u128 at = 0;
+    std::uint64_t at = 0;
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         if (at++ >= first) beyond.add(index, pool->unvouched(page));
     });
     Report more;
     more.evidence = &beyond;
     more.degraded = rs->degraded();
-    more.reason = "read " + std::to_string(record.tokens) + " tokens, " + to_text(valid) + " are valid";
+    more.reason = "read " + std::to_string(record.tokens) + " tokens, " + std::to_string(valid) + " are valid";
     world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
 }
 
@@ -189,11 +209,12 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     const Ref<Name> keep = world.tenant_of(rs, record);
     Name* const tenant = keep.get();
     const std::unordered_set<std::uint64_t>* permitted = nullptr;
-    if (rs->permitted)
-        if (const auto at = rs->permitted->find(pool); at != rs->permitted->end()) permitted = &at->second;
+    if (rs->rare)
+        if (const auto at = rs->rare->permitted.find(pool); at != rs->rare->permitted.end()) permitted = &at->second;
     Evidence stale;
     auto& labels = world.labels_read;
     labels.clear();
+    const Taint* plain = nullptr;  // what the last vouched page bore, where nothing is to be watched
     const auto look = [&](Taint* label, std::uint64_t index, bool unvouched) {
         if (label == nullptr || label->nothing()) return;
         for (LabelRead& known : labels)
@@ -204,14 +225,18 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         labels.push_back({label, unvouched, false, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), {}});
         LabelRead& fresh = labels.back();
         fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
-        if (fresh.watched) append(fresh.pages, index);
+        if (fresh.watched) {
+            append(fresh.pages, index);
+        } else if (!unvouched) {
+            plain = label;
+        }
     };
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         const bool unvouched = pool->unvouched(page);
         if (!world.readable_by(pool, index, page, rs)) stale.add(index, unvouched);
         if (permitted != nullptr && permitted->count(index) != 0 && world.shared_to(pool, index, page, rs->request))
             return;
-        look(page.label, index, unvouched);
+        if (unvouched || page.label != plain) look(page.label, index, unvouched);
         if (page.links != nullptr)
             for (const Ref<Late>& late : page.links->late) look(late->taint.get(), index, unvouched);
     });
@@ -225,29 +250,33 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         beyond -= pages;
     }
     stale_read(world, rs, record, pool, where, std::move(stale));
-    SmallVec<Taint*, 8> tasted;
-    tasted.push_back(rs->label.get());
+    auto& tasted = world.labels_tasted;
+    tasted.assign(1, rs->label.get());
     for (LabelRead& label : labels) {
+        if (!label.watched) {
+            if (label.taken.get() != tasted[0]) tasted.push_back(label.taken.get());
+            continue;
+        }
         tasted.push_back(label.taken.get());
-        if (!label.watched) continue;
         normalise(label.pages);
         auto watcher = std::make_unique<ForeignRead>(world, rs, tenant, pool, where, std::move(label.pages));
         watcher->grown(*label.taken);
         world.taints.watch(label.taken.get(), std::move(watcher));
     }
-    if (tasted.size() > 1) rs->label = world.taints.join(tasted.begin(), tasted.size());
+    if (tasted.size() > 1) rs->label = world.taints.join(tasted.data(), tasted.size());
     if (!world.taints.sets.contains(rs->label->tenants, tenant)) {
         const Ref<Taint> own = world.own_label(rs->request, tenant);
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
     labels.clear();
-    keep_looked(rs->reads, where, world.pool_name(pool), record.pages, pool->limit);
+    keep_read(world, rs, where, world.pool_name(pool), record.pages, pool->limit);
     crossing(world, rs->request);
 }
 
 void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     if (record.extra < 200 || record.extra >= 300) return;
-    keep_looked(rs->responses, where, world.pool_name(record, stream.name), {}, 0);
+    const Ref<Name> name(world.pool_name(record, stream.name));
+    keep_looked(world, rs, rs->responses, where, name.get(), {}, 0);
     const Ref<Name> keep = world.tenant_of(rs, record);
     Name* const tenant = keep.get();
     if (rs->label->open() || world.taints.foreign(rs->label->tenants, tenant)) {
@@ -264,44 +293,42 @@ void crossing(World& world, Request* request) {
         if (!world.taints.foreign(reader->label->tenants, reader->tenant.get())) continue;
         for (RequestStream* rs : request->streams) {
             if (rs == reader || rs->responses.empty()) continue;
-            const Looked& first = rs->responses.front();
-            tainted(world, rs, first.where, first.pool->key(), *reader->label, reader->tenant.get());
+            const Log::Entry first = rs->responses.front();
+            tainted(world, rs, rs->where(first), first.pool->key(), *reader->label, reader->tenant.get());
         }
     }
 }
 
 void dead_or_rejected(World& world, Request* request) {
-    if (!request->rejections.empty())
+    if (!request->rare) return;
+    if (!request->rare->rejections.empty())
         for (RequestStream* rs : request->streams) {
             if (rs->responses.empty()) continue;
             Report more;
             more.reason = "answered 2xx although a worker rejected the request";
-            const Looked& first = rs->responses.front();
-            world.report(Kind::wrong_status, first.where, first.pool->key(), true, rs, std::move(more));
+            const Log::Entry first = rs->responses.front();
+            world.report(Kind::wrong_status, rs->where(first), first.pool->key(), true, rs, std::move(more));
         }
-    for (const Death& death : request->deaths)
+    const auto zombie = [&](RequestStream* rs, const Death& death, const Log::Entry& looked) {
+        Evidence pages;
+        if (const Pool* const pool = world.find_pool(looked.pool->key()); pool != nullptr)
+            for (std::uint32_t r = 0; r < looked.pages.runs(); ++r)
+                pages.add_run(looked.pages.run(r).first, std::min(looked.pages.run(r).stop(), pool->end()));
+        Report more;
+        more.evidence = &pages;
+        more.degraded = death.degraded;
+        more.reason = "went on although " + death.stream->text + " had ended it as " + outcome_text(death.outcome);
+        world.report(Kind::zombie_request, rs->where(looked), looked.pool->key(), true, rs, std::move(more));
+    };
+    for (const Death& death : request->rare->deaths)
         for (RequestStream* rs : request->streams) {
             if (rs->stream == death.stream) continue;
             const auto known = death.clock ? death.clock->of(rs->stream) : std::pair<std::int64_t, std::int64_t>{0, -1};
-            for (const auto* list : {&rs->reads, &rs->responses})
-                for (std::size_t i = 0; i < list->size(); ++i) {
-                    const Looked& looked = (*list)[i];
-                    if (std::pair{static_cast<std::int64_t>(looked.where.epoch),
-                                  static_cast<std::int64_t>(looked.where.seq)} <= known)
-                        continue;
-                    Evidence pages;
-                    if (const Pool* const pool = world.find_pool(looked.pool->key()); pool != nullptr) {
-                        const Pages view = looked.pages.view();
-                        for (std::uint32_t r = 0; r < view.runs(); ++r)
-                            pages.add_run(view.run(r).first, std::min(view.run(r).stop(), pool->end()));
-                    }
-                    Report more;
-                    more.evidence = &pages;
-                    more.degraded = death.degraded;
-                    more.reason = "went on although " + death.stream->text + " had ended it as " +
-                                  outcome_text(death.outcome);
-                    world.report(Kind::zombie_request, looked.where, looked.pool->key(), true, rs, std::move(more));
-                }
+            for (const Log* log : {&rs->reads, &rs->responses})
+                log->each([&](const Log::Entry& looked) {
+                    if (std::pair{static_cast<std::int64_t>(rs->epoch), static_cast<std::int64_t>(looked.seq)} > known)
+                        zombie(rs, death, looked);
+                });
         }
 }
 

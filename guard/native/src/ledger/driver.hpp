@@ -302,6 +302,7 @@ struct Ledger::Impl {
             rs = world.request(record, stream, rs->request);
         }
         const RsRef keep(rs);
+        rs->epoch = record.epoch;
         went_on(world, stream, rs, record, where);
         switch (record.kind) {
             case KVG_ADMIT: admit(world, stream, rs, record); break;

@@ -119,8 +119,8 @@ Finding& World::report(Kind kind, const Where& where, std::string_view pool, boo
     changed |= action != f.action;
     f.action = action;
     const auto name_in = [&](Request* request, bool hit) {
-        if (std::find(request->findings.begin(), request->findings.end(), keep) == request->findings.end())
-            request->findings.push_back(keep);
+        auto& of_request = request->more().findings;
+        if (std::find(of_request.begin(), of_request.end(), keep) == of_request.end()) of_request.push_back(keep);
         if (hit) changed |= f.subjects.insert(request->id->str()).second;
     };
     if (more.subjects != nullptr) {
@@ -134,7 +134,8 @@ Finding& World::report(Kind kind, const Where& where, std::string_view pool, boo
 }
 
 void World::foreign_of(const Taint& taint, const Name* tenant, Report& into) const {
-    for (const Origin& origin : taint.origins) {
+    for (std::size_t i = 0; i < taint.origins.size(); ++i) {
+        const Origin& origin = taint.origins[i];
         if (origin.tenant == tenant || origin.tenant == taints.public_name.get()) continue;
         into.tenants.push_back(origin.tenant);
         into.requests.insert(into.requests.end(), origin.requests.begin(), origin.requests.end());

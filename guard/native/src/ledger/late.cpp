@@ -23,7 +23,7 @@ void foreign_write(World& world, Late* late, const Where& where) {
     more.subjects = &subjects;
     more.transfer = late->transfer->id;
     more.degraded = late->unvouched;
-    more.reason = "transfer " + late->transfer->id + " wrote into a page that its request had given up";
+    more.reason = "transfer " + std::string(late->transfer->id) + " wrote into a page that its request had given up";
     world.report(Kind::foreign_write, where, late->pool->id, true, late->rs.get(), std::move(more));
 }
 
@@ -46,8 +46,7 @@ void add_victim(Late* late, RequestStream* rs) {
 
 }  // namespace
 
-void settle(World& world, Page& page, const Clock* clock) {
-    if (page.links == nullptr || page.links->late.empty()) return;
+void settle_late(World& world, Page& page, const Clock* clock) {
     const auto lates = page.links->late;
     for (const Ref<Late>& late : lates) {
         Transfer* const transfer = late->transfer.get();
@@ -61,9 +60,8 @@ void settle(World& world, Page& page, const Clock* clock) {
 
 void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
     SmallVec<Transfer*, 4> writers;
-    if (const auto* in = world.incoming.find({pool, index}); in != nullptr)
-        for (Transfer* transfer : *in)
-            if (transfer->request() == rs->request) writers.push_back(transfer);
+    for (Transfer* transfer : rs->request->transfers)
+        if (transfer->goes_into(pool, index)) writers.push_back(transfer);
     if (!writers.empty()) {
         for (Transfer* writer : writers) suspect(world, rs, pool, index, &page, &where, writer);
     } else if (!page.is(Page::kTouched) && pool->role != KVG_PREFILL && pool->role != KVG_UNIFIED) {
@@ -88,8 +86,7 @@ void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
         late->released = *released;
     }
     late->taint = world.taints.pending();
-    if (!rs->late) rs->late = std::make_unique<std::map<std::pair<Pool*, std::uint64_t>, std::vector<Ref<Late>>>>();
-    (*rs->late)[{pool, index}].push_back(late);
+    rs->more().late[{pool, index}].push_back(late);
     if (page != nullptr) {
         auto& lates = world.links(*page).late;
         lates.push_back(late);
@@ -118,10 +115,9 @@ void bind(World& world, Late* late, Transfer* writer) {
     }
 }
 
-void taken_again(World& world, RequestStream* rs, Pool* pool, std::uint64_t index) {
-    if (!rs->late) return;
-    const auto at = rs->late->find({pool, index});
-    if (at == rs->late->end()) return;
+void take_late_again(World& world, RequestStream* rs, Pool* pool, std::uint64_t index) {
+    const auto at = rs->rare->late.find({pool, index});
+    if (at == rs->rare->late.end()) return;
     const auto lates = at->second;
     for (const Ref<Late>& late : lates)
         if (!late->confirmed) world.drop_late(late.get());
@@ -143,7 +139,7 @@ void judge(World& world, Late* late) {
         more.evidence = &page;
         more.transfer = transfer->id;
         more.degraded = late->unvouched;
-        more.reason = "page given up while transfer " + transfer->id + " into it had not ended on this side";
+        more.reason = "page given up while transfer " + std::string(transfer->id) + " into it had not ended on this side";
         world.report(Kind::free_in_flight, late->released, late->pool->id, true, late->rs.get(), std::move(more));
     }
     if (transfer->sent && transfer->sent_status == KVG_OK) {
@@ -166,8 +162,7 @@ void arrived(World& world, Late* late, const Where& where) {
     world.tidy(*page);
 }
 
-void new_owner(World& world, RequestStream* rs, Page& page) {
-    if (page.links == nullptr) return;
+void new_owner_of_late(World& world, RequestStream* rs, Page& page) {
     const auto lates = page.links->late;
     for (const Ref<Late>& late : lates) {
         if (late->rs == rs) continue;
@@ -187,9 +182,9 @@ void over_elsewhere(World& world, Request* request) {
             any = true;
             all &= other->ended;
         }
-        if (!any || !all || !rs->late) continue;
+        if (!any || !all || !rs->has_lates()) continue;
         std::vector<Ref<Late>> unbound;
-        for (const auto& [place, list] : *rs->late)
+        for (const auto& [place, list] : rs->rare->late)
             for (const Ref<Late>& late : list)
                 if (!late->transfer) unbound.push_back(late);
         for (const Ref<Late>& late : unbound) world.drop_late(late.get());

@@ -60,7 +60,7 @@ std::uint64_t Ledger::bytes() const {
     const World& w = impl_->world;
     std::uint64_t bytes = w.blocks * kBlockPages * sizeof(Page) + w.taints.bytes() + w.request_pool.bytes() +
                           w.request_streams.bytes() + w.transfer_pool.bytes() + w.late_pool.bytes() +
-                          w.request_names.bytes() + w.tenant_names.bytes() + w.sharers.bytes() + w.incoming.bytes();
+                          w.request_names.bytes() + w.tenant_names.bytes() + w.sharers.bytes() + w.memory.bytes();
     for (const auto& stream : impl_->streams) {
         bytes += stream->recent.size() * sizeof(Stream::Recent);
         for (const auto& [seq, held] : stream->held) bytes += held.bytes.size() + 64;

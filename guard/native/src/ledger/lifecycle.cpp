@@ -15,22 +15,24 @@ bool needs_life(kvg_kind kind) {
 
 std::vector<Ref<Late>> lates_of(const RequestStream* rs) {
     std::vector<Ref<Late>> all;
-    if (rs->late)
-        for (const auto& [place, list] : *rs->late) all.insert(all.end(), list.begin(), list.end());
+    if (rs->has_lates())
+        for (const auto& [place, list] : rs->rare->late) all.insert(all.end(), list.begin(), list.end());
     return all;
 }
 
 // Transfers in flight to pages that the request never had here: wherever they land, it is not its page.
 void never_owned(World& world, RequestStream* rs) {
-    const auto transfers = rs->request->transfers;
+    std::vector<Ref<Transfer>> transfers;
+    for (Transfer* transfer : rs->request->transfers) transfers.emplace_back(transfer);
     for (const Ref<Transfer>& transfer : transfers) {
         Pool* const pool = transfer->pool;
         if (transfer->received || pool->stream != rs->stream) continue;
         std::vector<std::uint64_t> known;
         for (const Ref<Late>& late : transfer->late) known.push_back(late->index);
         std::sort(known.begin(), known.end());
-        const Pages into{transfer->into.begin(), transfer->into.size()};
-        world.within(pool, into, [&](std::uint64_t index, Page& page) {
+        transfer->each_into([&](std::uint64_t index) {
+            if (index >= pool->end()) return;
+            Page& page = world.page(pool, index);
             if (page.owner != rs && !std::binary_search(known.begin(), known.end(), index))
                 suspect(world, rs, pool, index, &page, nullptr, transfer.get());
         });
@@ -68,7 +70,7 @@ void admit(World& world, Stream& stream, RequestStream* rs, const Record& record
     const Pool* const pool = world.pool_of(record, stream.name);
     if (!pool->announced || record.tokens <= pool->tokens() || pool->role == KVG_ROUTER) return;
     rs->over_capacity = true;
-    rs->prompt_tokens = record.tokens;
+    rs->more().prompt_tokens = record.tokens;
 }
 
 void went_on(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
@@ -90,7 +92,7 @@ void went_on(World& world, Stream& stream, RequestStream* rs, const Record& reco
     const std::vector<Request*> nobody;
     Report more;
     more.subjects = &nobody;
-    more.reason = "a prompt of " + std::to_string(rs->prompt_tokens) + " tokens was not rejected by a pool that holds " +
+    more.reason = "a prompt of " + std::to_string(rs->more().prompt_tokens) + " tokens was not rejected by a pool that holds " +
                   (pool->announced ? to_text(pool->tokens()) : "None");
     world.report(Kind::over_capacity, where, record.pool_id(), true, rs, std::move(more));
     rs->over_capacity = false;
@@ -102,32 +104,35 @@ void request_end(World& world, Stream& stream, RequestStream* rs, const Record& 
             world.witness->ended(rs->request->id->key(), stream.name->text);
         rs->ended = true;
         rs->ended_unseen = false;
-        rs->end = where;
     }
     Request* const request = rs->request;
     if (record.code == KVG_REJECTED || record.code == KVG_FAILED) {
-        if (std::none_of(request->deaths.begin(), request->deaths.end(),
-                         [&](const Death& d) { return d.stream == stream.name; }))
-            request->deaths.push_back({stream.name, where, record.code, stream.clock, rs->degraded()});
+        auto& deaths = request->more().deaths;
+        if (std::none_of(deaths.begin(), deaths.end(), [&](const Death& d) { return d.stream == stream.name; }))
+            deaths.push_back({stream.name, where, record.code, stream.clock, rs->degraded()});
     }
-    if (record.code == KVG_REJECTED && world.own_pool(stream.name, false)->role != KVG_ROUTER &&
-        std::find(request->rejections.begin(), request->rejections.end(), stream.name) == request->rejections.end())
-        request->rejections.push_back(stream.name);
+    if (record.code == KVG_REJECTED && world.own_pool(stream.name, false)->role != KVG_ROUTER) {
+        auto& rejections = request->more().rejections;
+        if (std::find(rejections.begin(), rejections.end(), stream.name) == rejections.end())
+            rejections.push_back(stream.name);
+    }
     close(world, rs);
     dead_or_rejected(world, request);
     const std::uint64_t grace = world.settings.leak_grace_ns;
     const std::uint64_t deadline = where.time_ns > ~grace ? ~std::uint64_t{0} : where.time_ns + grace;
     if (!rs->owns_nothing()) {
         stream.watch_leak(deadline, rs, where);
-    } else if (rs->pending_leaks.size() < kMaxPending) {
-        rs->pending_leaks.push_back({deadline, stream.looks, where});
+    } else if (!rs->ended_empty) {
+        rs->ended_empty = true;
+        rs->first_end = {deadline, stream.looks, where.time_ns, where.seq};
+    } else if (auto& ends = rs->more().ends; ends.size() + 1 < kMaxPending) {
+        ends.push_back({deadline, stream.looks, where.time_ns, where.seq});
     }
 }
 
 void leaked(World& world, RequestStream* rs, const Where& where) {
-    for (std::size_t h = 0; h < rs->holdings.size(); ++h) {
-        const Holding& held = rs->holdings[h];
-        if (held.owned == 0) continue;
+    rs->each_holding([&](const Holding& held) {
+        if (held.owned == 0) return;
         Evidence pages;
         each_page(held.owned_runs.view(), [&](std::uint64_t index) {
             if (const Page* page = held.pool->find(index); page != nullptr && page->owner == rs)
@@ -138,7 +143,7 @@ void leaked(World& world, RequestStream* rs, const Where& where) {
         more.reason = std::to_string(held.owned) + " pages still owned " + world.settings.leak_grace_text +
                       " s after the request ended";
         world.report(Kind::page_leak, where, held.pool->id, true, rs, std::move(more));
-    }
+    });
 }
 
 void restart(World& world, Stream& stream) {
@@ -170,15 +175,13 @@ void restart(World& world, Stream& stream) {
             late->page = nullptr;
             confirm(world, late.get());
         }
-        for (std::size_t h = 0; h < rs->holdings.size(); ++h) {
-            rs->holdings[h].owned = 0;
-            rs->holdings[h].owned_runs.clear();
-        }
+        rs->each_holding([&](Holding& held) {
+            held.owned = 0;
+            held.owned_runs.drop(world.memory);
+        });
         world.unshare(rs);
         if (!rs->ended) {
             rs->ended = true;
-            rs->end = {stream.time_ns, stream.name, static_cast<std::uint64_t>(stream.epoch),
-                       static_cast<std::uint64_t>(stream.processed)};
             if (world.witness != nullptr) world.witness->ended(request->id->key(), stream.name->text);
         }
         world.note_over(request.get());
@@ -192,7 +195,7 @@ void reborn(World& world, RequestStream* rs) {
     Request* const request = rs->request;
     rs->leave();
     request->streams.remove(rs);
-    request->former.push_back(rs);
+    request->more().former.push_back(rs);
     world.unend(request);
 }
 

@@ -28,16 +28,16 @@ void keep(World& world, Pool* pool, const std::vector<std::uint64_t>& blocks) {
 }
 
 bool crowded(World& world, const Pool* source, const Pool* destination, const Record& record) {
+    if (world.transfers.size() < kMaxPageTransfers) return false;
     bool full = false;
     if (source != nullptr)
         source->clip(record.pages, [&](std::uint64_t index) {
             const Page* const page = source->find(index);
             full |= page != nullptr && page->links != nullptr && page->links->outgoing.size() >= kMaxPageTransfers;
         });
-    if (destination != nullptr && world.incoming.size() != 0)
+    if (destination != nullptr)
         destination->clip(record.peer_pages, [&](std::uint64_t index) {
-            const auto* const writers = world.incoming.find({destination, index});
-            full |= writers != nullptr && writers->size() >= kMaxPageTransfers;
+            full = full || world.count_incoming(destination, index) >= kMaxPageTransfers;
         });
     return full;
 }

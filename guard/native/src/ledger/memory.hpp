@@ -201,48 +201,6 @@ class SmallVec {
     std::uint32_t capacity_ = N;
 };
 
-// A sequence whose first value lies within itself: most have one or none. What is not there costs nothing.
-template <class T>
-class FewOf {
-  public:
-    FewOf() = default;
-    FewOf(const FewOf&) = delete;
-    FewOf& operator=(const FewOf&) = delete;
-    ~FewOf() {
-        if (has_) first()->~T();
-    }
-
-    std::size_t size() const { return has_ ? 1 + more_.size() : 0; }
-    bool empty() const { return !has_; }
-    T& operator[](std::size_t i) { return i == 0 ? *first() : more_[i - 1]; }
-    const T& operator[](std::size_t i) const { return i == 0 ? *first() : more_[i - 1]; }
-    T& front() { return *first(); }
-    const T& front() const { return *first(); }
-    T& back() { return more_.empty() ? *first() : more_.back(); }
-    T& push_back(T&& value) {
-        if (has_) return more_.emplace_back(std::move(value));
-        has_ = true;
-        return *new (bytes_) T(std::move(value));
-    }
-    void pop_front() {
-        if (more_.empty()) {
-            first()->~T();
-            has_ = false;
-            return;
-        }
-        *first() = std::move(more_.front());
-        more_.erase(more_.begin());
-    }
-
-  private:
-    T* first() { return std::launder(reinterpret_cast<T*>(bytes_)); }
-    const T* first() const { return std::launder(reinterpret_cast<const T*>(bytes_)); }
-
-    std::vector<T> more_;
-    bool has_ = false;
-    alignas(T) unsigned char bytes_[sizeof(T)];
-};
-
 // A seeded 64-bit hash of some bytes: fast, and not to be foreseen from outside the process.
 class Hash {
   public:
@@ -326,8 +284,9 @@ class Index {
         put(object, hash);
         ++size_;
     }
-    void erase(T* object) {
-        const std::uint64_t hash = hash_(object->key());
+    void erase(T* object) { erase(object, hash_(object->key())); }
+    // hash: its lower half is enough.
+    void erase(T* object, std::uint64_t hash) {
         std::size_t i = hash & mask();
         while (slots_[i].object != object) {
             if (slots_[i].object == nullptr) return;

@@ -10,8 +10,57 @@ namespace kvguard {
 
 namespace {
 
-bool same_runs(const Pages& a, const Pages& b) {
-    return a.runs() == b.runs() && (a.runs() == 0 || std::memcmp(a.data(), b.data(), 8 * std::size_t{a.runs()}) == 0);
+using Transfers = SmallVec<Transfer*, 4>;
+
+// Whether these pages are those that the transfers go to, one transfer after the other.
+bool are_those_of(const Transfers& transfers, const Pages& pages) {
+    std::uint32_t run = 0;
+    std::uint64_t taken = 0;  // pages of that run
+    for (const Transfer* t : transfers)
+        for (std::uint32_t i = 0; i < t->peer_pages.runs(); ++i) {
+            const Pages::Run theirs = t->peer_pages.run(i);
+            for (std::uint64_t at = 0; at < theirs.pages;) {
+                if (run == pages.runs()) return false;
+                const Pages::Run ours = pages.run(run);
+                if (ours.first + taken != theirs.first + at) return false;
+                const std::uint64_t both = std::min(theirs.pages - at, ours.pages - taken);
+                at += both;
+                taken += both;
+                if (taken == ours.pages) {
+                    ++run;
+                    taken = 0;
+                }
+            }
+        }
+    return run == pages.runs();
+}
+
+// Whether no page is gone to by two of them, as far as a short look tells.
+bool disjoint(const Transfers& transfers) {
+    std::uint64_t looks = 0;
+    for (std::uint32_t a = 1; a < transfers.size(); ++a)
+        for (std::uint32_t b = 0; b < a; ++b) {
+            const Pages &one = transfers[a]->peer_pages, &other = transfers[b]->peer_pages;
+            looks += std::uint64_t{one.runs()} * other.runs();
+            if (looks > 4096) return false;
+            for (std::uint32_t i = 0; i < one.runs(); ++i)
+                for (std::uint32_t j = 0; j < other.runs(); ++j)
+                    if (one.run(i).first < other.run(j).stop() && other.run(j).first < one.run(i).stop()) return false;
+        }
+    return true;
+}
+
+// Whether these digests are those that the senders gave, one transfer after the other.
+bool same_digests(const Transfers& transfers, std::string_view digests) {
+    for (std::uint32_t i = 0; i < transfers.size(); ++i) {
+        const std::string_view theirs = transfers[i]->digests;
+        if (!transfers[i]->has_digests || digests.substr(0, theirs.size()) != theirs) return false;
+        digests.remove_prefix(theirs.size());
+        if (i + 1 == transfers.size()) break;
+        if (digests.empty() || digests.front() != ',') return false;
+        digests.remove_prefix(1);
+    }
+    return digests.empty();
 }
 
 SortedRuns sorted(const Pages& pages) {
@@ -39,17 +88,25 @@ bool is_piece(std::string_view transfer) {
                        [](char c) { return c >= '0' && c <= '9'; });
 }
 
-// The transfer of that id, or all its pieces begun so far.
-std::vector<Ref<Transfer>> named(World& world, std::string_view id) {
-    std::vector<Ref<Transfer>> out;
-    if (Transfer* const exact = world.transfers.find(id); exact != nullptr) {
-        out.emplace_back(exact);
-    } else if (!world.pieces.empty()) {
-        if (const auto at = world.pieces.find(std::string(id)); at != world.pieces.end())
-            out.assign(at->second.begin(), at->second.end());
+// The transfer of that id, or all its pieces begun so far; they stay while this does.
+class Named {
+  public:
+    Named(World& world, std::string_view id, std::uint64_t hash) {
+        if (Transfer* const exact = world.transfers.find(id, hash); exact != nullptr) {
+            all.push_back(exact);
+        } else if (const Pieces* const pieces = world.pieces.find(id, hash); pieces != nullptr) {
+            all.assign(pieces->begun.begin(), pieces->begun.size());
+        }
+        for (Transfer* transfer : all) retain(transfer);
     }
-    return out;
-}
+    Named(const Named&) = delete;
+    Named& operator=(const Named&) = delete;
+    ~Named() {
+        for (Transfer* transfer : all) release(transfer);
+    }
+
+    Transfers all;
+};
 
 void take_source(World& world, Stream& stream, RequestStream* rs, const Record& record, Transfer* transfer,
                  const Where& where) {
@@ -63,12 +120,16 @@ void take_source(World& world, Stream& stream, RequestStream* rs, const Record& 
         if (last != first) gone.add(first);  // else it goes on where the last one beyond the end stopped
         last = run.stop();
     }
+    const Taint* absorbed = nullptr;  // of the page before, where nothing of it is in doubt
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         Links& links = world.links(page);
         if (!links.outgoing.empty() && links.outgoing.back() == transfer) return;  // named twice
         const bool unvouched = pool->unvouched(page);
         if (page.owner != rs && !world.shared_to(pool, index, page, rs->request)) gone.add(index, unvouched);
-        world.taints.absorb(transfer->taint.get(), page.label, unvouched);
+        if (unvouched || page.label != absorbed) {
+            world.taints.absorb(transfer->taint.get(), page.label, unvouched);
+            absorbed = unvouched ? nullptr : page.label;
+        }
         for (const Ref<Late>& late : links.late)
             world.taints.absorb(transfer->taint.get(), late->taint.get(), unvouched);
         links.outgoing.push_back(transfer);
@@ -77,15 +138,36 @@ void take_source(World& world, Stream& stream, RequestStream* rs, const Record& 
     Report more;
     more.evidence = &gone;
     more.transfer = transfer->id;
-    more.reason = "transfer " + transfer->id + " began from pages that its request did not own any more";
+    more.reason = "transfer " + std::string(transfer->id) + " began from pages that its request did not own any more";
     world.report(Kind::free_in_flight, where, pool->id, true, rs, std::move(more));
+}
+
+// Keeps what of the begin is needed until both sides have ended the transfer, in one piece.
+void keep_begin(World& world, Transfer* transfer, const Record& record) {
+    const std::string_view bytes = record.bytes;
+    transfer->copy_size = Blocks::size_for(bytes.size());
+    transfer->copy = world.memory.take(transfer->copy_size);
+    char* const copy = static_cast<char*>(transfer->copy);
+    std::memcpy(copy, bytes.data(), bytes.size());
+    const auto text = [&](std::string_view view) {
+        return view.empty() ? view : std::string_view(copy + (view.data() - bytes.data()), view.size());
+    };
+    const auto pages = [&](const Pages& view) {
+        if (view.empty()) return view;
+        const auto at = reinterpret_cast<const char*>(view.data()) - bytes.data();
+        return Pages(reinterpret_cast<const std::uint64_t*>(copy + at), view.runs());
+    };
+    transfer->id = text(record.transfer);
+    transfer->digests = text(record.digests);
+    transfer->pages = pages(record.pages);
+    transfer->peer_pages = pages(record.peer_pages);
 }
 
 // The receiver's stream may be ahead: has the request let go of the page already?
 void begun_late(World& world, RequestStream* receiver, Pool* pool, std::uint64_t index, Transfer* transfer) {
     Page* const page = receiver->gone ? nullptr : &world.page(pool, index);
-    if (receiver->late) {
-        if (const auto at = receiver->late->find({pool, index}); at != receiver->late->end()) {
+    if (receiver->has_lates()) {
+        if (const auto at = receiver->rare->late.find({pool, index}); at != receiver->rare->late.end()) {
             const auto& lates = at->second;
             for (std::size_t i = lates.size(); i-- > 0;)
                 if (!lates[i]->transfer) {
@@ -96,13 +178,11 @@ void begun_late(World& world, RequestStream* receiver, Pool* pool, std::uint64_t
         }
     }
     if (page != nullptr && page->owner == receiver) return;
-    for (std::size_t i = receiver->released.size(); i-- > 0;) {
-        const Released& released = receiver->released[i];
-        if (released.pool != pool || !released.pages.contains(index)) continue;
-        const Where where = released.where;
-        suspect(world, receiver, pool, index, page, &where, transfer);
-        return;
-    }
+    Where last;
+    receiver->released.each([&](const Log::Entry& given) {
+        if (given.pool == world.pool_name(pool) && contains(given.pages, index)) last = receiver->where(given);
+    });
+    if (last.stream != nullptr) return suspect(world, receiver, pool, index, page, &last, transfer);
     if (receiver->ended && !receiver->gone)
         suspect(world, receiver, pool, index, page, nullptr, transfer);
 }
@@ -117,7 +197,7 @@ bool begun_before(World& world, const RequestStream* rs) {
 // A transfer, or pieces of one, ended here and did not begin.
 void unknown(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where,
              const Pages& never_sent) {
-    world.given_up.put(record.transfer, record.pool_id(), world.settings.max_ended);
+    world.given_up.put(world.hash(record.transfer), world.hash(record.pool_id()), world.settings.max_ended);
     // A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
     if (record.status != KVG_OK) return;
     ++world.gaps;
@@ -141,10 +221,10 @@ void unknown(World& world, Stream& stream, RequestStream* rs, const Record& reco
 
 // Pages whose digests differ from the sender's.
 std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, const Record& record, const Where& where,
-                                             Pool* pool, const std::vector<Ref<Transfer>>& transfers) {
+                                             Pool* pool, const Transfers& transfers, bool in_order) {
     const bool given = (record.flags & KVG_HAS_DIGESTS) != 0;
     bool unverified = !given;
-    for (const auto& t : transfers) unverified |= !t->has_digests;
+    for (const Transfer* t : transfers) unverified |= !t->has_digests;
     if (unverified && world.policy.require_digests) {
         Report more;
         more.transfer = record.transfer;
@@ -153,15 +233,13 @@ std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, co
     }
     std::unordered_set<std::uint64_t> wrong;
     if (!given) return wrong;
-    if (transfers.size() == 1 && transfers[0]->digests == record.digests &&
-        same_runs(transfers[0]->peer_pages.view(), record.pages))
-        return wrong;
+    if (in_order && same_digests(transfers, record.digests)) return wrong;
     std::unordered_map<std::uint64_t, std::string_view> sent;
-    for (const auto& t : transfers) {
+    for (const Transfer* t : transfers) {
         if (!t->has_digests) continue;
         const auto digests = split(t->digests);
         std::size_t at = 0;
-        each_page(t->peer_pages.view(), [&](std::uint64_t index) { sent[index] = digests[at++]; });
+        each_page(t->peer_pages, [&](std::uint64_t index) { sent[index] = digests[at++]; });
     }
     const auto digests = split(record.digests);
     std::size_t at = 0;
@@ -183,28 +261,20 @@ std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, co
 }
 
 void landed(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where, Pool* pool,
-            const std::vector<Ref<Transfer>>& transfers) {
-    const auto wrong = mismatched(world, rs, record, where, pool, transfers);
-    const bool simple = transfers.size() == 1 && same_runs(transfers[0]->peer_pages.view(), record.pages);
-    std::unordered_map<std::uint64_t, Transfer*> sent_to;
+            const Transfers& transfers) {
+    const bool in_order = disjoint(transfers) && are_those_of(transfers, record.pages);
+    const auto wrong = mismatched(world, rs, record, where, pool, transfers, in_order);
     std::unordered_set<std::uint64_t> given_up;
-    if (!simple)
-        for (const auto& t : transfers)
-            pool->clip(t->peer_pages.view(), [&](std::uint64_t index) { sent_to[index] = t.get(); });
-    for (const auto& t : transfers)
+    for (const Transfer* t : transfers)
         for (const Ref<Late>& late : t->late) given_up.insert(late->index);
-    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
-        Transfer* transfer = transfers[0].get();
-        if (!simple) {
-            const auto at = sent_to.find(index);
-            if (at == sent_to.end()) return;
-            transfer = at->second;
-        }
+    const auto land = [&](std::uint64_t index, Page& page, Transfer* transfer) {
         settle(world, page, stream.clock.get());
         if (page.owner == rs) {
             // Bytes that differ from what was sent may be the ones that were there before.
             Taint* const before = !wrong.empty() && wrong.count(index) != 0 ? page.label : nullptr;
-            page.set_label(world.taints.join(transfer->taint.get(), before).get());
+            page.set_label(before == nullptr && !transfer->taint->nothing()
+                               ? transfer->taint.get()
+                               : world.taints.join(transfer->taint.get(), before).get());
             page.set(Page::kValid, true);
             page.set(Page::kTouched, true);
         } else if (given_up.empty() || given_up.count(index) == 0) {
@@ -212,19 +282,33 @@ void landed(World& world, Stream& stream, RequestStream* rs, const Record& recor
         }
         if (page.links != nullptr)
             for (Transfer* onward : page.links->outgoing) world.taints.absorb(onward->taint.get(), page.label);
-    });
+    };
+    std::unordered_map<std::uint64_t, Transfer*> sent_to;
+    const auto look_up = [&] {
+        for (Transfer* t : transfers) pool->clip(t->peer_pages, [&](std::uint64_t index) { sent_to[index] = t; });
+    };
+    if (in_order) {
+        for (Transfer* t : transfers)
+            world.within(pool, t->peer_pages, [&](std::uint64_t index, Page& page) { land(index, page, t); });
+    } else {
+        look_up();
+        world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+            if (const auto at = sent_to.find(index); at != sent_to.end()) land(index, page, at->second);
+        });
+    }
     u128 begun = 0;
-    for (const auto& t : transfers) begun += t->tokens;
-    rs->in(pool).landed += std::min<u128>(record.tokens, begun);
+    for (const Transfer* t : transfers) begun += t->tokens;
+    Holding& held = rs->in(pool);
+    held.landed = at_most(held.landed + std::min<u128>(record.tokens, begun));
     Evidence missing;
-    if (!simple) {
+    if (!in_order) {
         std::unordered_set<std::uint64_t> here;
         pool->clip(record.pages, [&](std::uint64_t index) { here.insert(index); });
         for (const auto& [index, transfer] : sent_to)
             if (here.count(index) == 0) missing.add(index);
     }
     if (missing.empty() && record.tokens >= begun) return;
-    if (simple) pool->clip(record.pages, [&](std::uint64_t index) { sent_to[index] = nullptr; });
+    if (in_order) look_up();
     Report more;
     more.evidence = &missing;
     more.transfer = record.transfer;
@@ -234,7 +318,7 @@ void landed(World& world, Stream& stream, RequestStream* rs, const Record& recor
 }
 
 // The receiver's stream has seen what the senders had seen, and the senders up to these begins.
-void merge_clocks(Stream& stream, const std::vector<Ref<Transfer>>& transfers) {
+void merge_clocks(Stream& stream, const Transfers& transfers) {
     const auto wants = [&](StreamName* name, std::int64_t epoch, std::int64_t seq) {
         if (stream.clock)
             for (const Clock::Seen& s : stream.clock->seen)
@@ -256,7 +340,7 @@ void merge_clocks(Stream& stream, const std::vector<Ref<Transfer>>& transfers) {
             }
         stream.clock->seen.push_back({name, epoch, seq});
     };
-    for (const auto& t : transfers) {
+    for (const Transfer* t : transfers) {
         const ClockRef seen = t->clock;
         if (seen)
             for (const Clock::Seen& s : seen->seen)
@@ -273,62 +357,75 @@ std::string_view base_of(std::string_view transfer) {
 }
 
 void begin(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
-    if (Transfer* const earlier = world.transfers.find(record.transfer); earlier != nullptr)
+    const std::uint64_t hash = world.hash(record.transfer);
+    if (Transfer* const earlier = world.transfers.find(record.transfer, hash); earlier != nullptr)
         world.drop_transfer(earlier);
     Transfer* const transfer = world.transfer_pool.make(&world);
     retain(transfer);  // the tables' own
-    transfer->id = record.transfer;
+    transfer->hash = hash;
+    keep_begin(world, transfer, record);
     transfer->sender = rs;
     transfer->where = where;
     transfer->clock = stream.clock;
     transfer->source_pool = record.pool.empty() ? world.own_pool(stream.name, false) : world.pool(record.pool);
     transfer->pool = world.pool(record.peer_pool);
-    transfer->pages = PageRuns(record.pages);
-    transfer->peer_pages = PageRuns(record.peer_pages);
     transfer->tokens = record.tokens;
     transfer->has_digests = (record.flags & KVG_HAS_DIGESTS) != 0;
-    transfer->digests = record.digests;
     transfer->taint = world.taints.pending();
     transfer->in_flight = true;
     transfer->previous = world.last_transfer;
     (world.last_transfer != nullptr ? world.last_transfer->next : world.first_transfer) = transfer;
     world.last_transfer = transfer;
-    world.transfers.insert(transfer);
-    rs->request->transfers.emplace_back(transfer);
+    world.transfers.insert(transfer, hash);
+    rs->request->transfers.push_back(transfer);
+    retain(transfer);
     const std::string_view base = base_of(transfer->id);
-    if (is_piece(transfer->id)) world.pieces[std::string(base)].push_back(transfer);
+    if (is_piece(transfer->id)) {
+        const std::uint64_t bare = world.hash(base);
+        Pieces* all = world.pieces.find(base, bare);
+        if (all == nullptr) {
+            all = world.pieces_pool.make();
+            all->base = base;
+            world.pieces.insert(all, bare);
+        }
+        all->begun.push_back(transfer);
+    }
     take_source(world, stream, rs, record, transfer, where);
     // The receiver ended it when its begin had not come in time: it is over there.
-    if (world.given_up.went_to(transfer->id, record.peer_pool) ||
-        (!base.empty() && world.given_up.went_to(base, record.peer_pool))) {
-        transfer->received = true;
-        return;
+    if (!world.given_up.empty()) {
+        const std::uint64_t peer = world.hash(record.peer_pool);
+        if (world.given_up.went_to(hash, peer) || (!base.empty() && world.given_up.went_to(world.hash(base), peer))) {
+            transfer->received = true;
+            return;
+        }
     }
     Pool* const pool = transfer->pool;
+    world.list_incoming(transfer);
     RequestStream* const receiver = rs->request->on(pool->stream);
-    const std::uint64_t last = pool->end();
-    for (std::uint32_t i = 0; i < record.peer_pages.runs(); ++i) {
-        const Pages::Run run = record.peer_pages.run(i);
-        if (run.first < last) transfer->into.push_back(kvg_run(run.first, std::min(run.stop(), last) - run.first));
-    }
+    if (receiver == nullptr) return;
+    const bool suspected = receiver->gone || receiver->has_lates();
+    std::unordered_set<std::uint64_t> seen;
     pool->clip(record.peer_pages, [&](std::uint64_t index) {
-        auto& writers = *world.incoming.insert({pool, index}).first;
-        if (!writers.empty() && writers.back() == transfer) return;  // named twice
-        writers.push_back(transfer);
-        if (receiver != nullptr) begun_late(world, receiver, pool, index, transfer);
+        if (!suspected && world.page(pool, index).owner == receiver) return;
+        if (seen.insert(index).second) begun_late(world, receiver, pool, index, transfer);
     });
 }
 
 bool missing_begin(World& world, const Record& record) {
-    if (world.transfers.find(record.transfer) != nullptr || world.done.has(record.transfer)) return false;
-    if (world.pieces.empty()) return true;
-    const auto at = world.pieces.find(std::string(record.transfer));
-    if (at == world.pieces.end()) return true;
-    SortedRuns begun;
-    for (const Transfer* t : at->second) {
+    return missing_begin(world, record, world.hash(record.transfer));
+}
+
+bool missing_begin(World& world, const Record& record, std::uint64_t hash) {
+    if (world.transfers.find(record.transfer, hash) != nullptr || world.done.has(hash)) return false;
+    const Pieces* const pieces = world.pieces.find(record.transfer, hash);
+    if (pieces == nullptr) return true;
+    for (const Transfer* t : pieces->begun)
         // A sender begins no further piece after one that failed, or after its own restart.
         if ((t->sent && t->sent_status != KVG_OK) || t->sender->gone) return false;
-        const SortedRuns more = sorted(t->peer_pages.view());
+    if (are_those_of(pieces->begun, record.pages)) return false;
+    SortedRuns begun;
+    for (const Transfer* t : pieces->begun) {
+        const SortedRuns more = sorted(t->peer_pages);
         begun.insert(begun.end(), more.begin(), more.end());
     }
     normalise(begun);
@@ -338,41 +435,43 @@ bool missing_begin(World& world, const Record& record) {
 }
 
 void end_sent(World& world, const Record& record, const Where& where) {
-    for (const Ref<Transfer>& transfer : named(world, record.transfer)) {
+    const Named named(world, record.transfer, world.hash(record.transfer));
+    for (Transfer* transfer : named.all) {
         if (transfer->sent || transfer->where.stream != where.stream) continue;
         transfer->sent = transfer->sent_at_known = true;
         transfer->sent_status = record.status;
         transfer->sent_at = where;
-        world.unlist_outgoing(transfer.get());
+        world.unlist_outgoing(transfer);
         world.taints.close_one(transfer->taint.get());
         const auto lates = transfer->late;
         for (const Ref<Late>& late : lates) judge(world, late.get());
-        if (transfer->received) world.drop_transfer(transfer.get());
+        if (transfer->received) world.drop_transfer(transfer);
     }
 }
 
 void end_received(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     // Only the pool that a transfer goes to can say that it arrived: what another stream says of it is about no
     // transfer that is known.
-    const std::string_view pool_id = record.pool_id();
+    const Pool* const mine = record.pool.empty() ? stream.name->own_pool : world.find_pool(record.pool);
+    const std::uint64_t hash = world.hash(record.transfer);
     bool begun = false;
-    std::vector<Ref<Transfer>> transfers;
-    const auto all = named(world, record.transfer);
-    for (const Ref<Transfer>& t : all) {
-        if (t->pool->id != pool_id) continue;
+    Transfers transfers;
+    const Named named(world, record.transfer, hash);
+    for (Transfer* t : named.all) {
+        if (t->pool != mine) continue;
         begun = true;
         if (!t->received) transfers.push_back(t);
     }
-    if (begun && ((record.status == KVG_OK && begun_before(world, rs)) || missing_begin(world, record))) {
+    if (begun && ((record.status == KVG_OK && begun_before(world, rs)) || missing_begin(world, record, hash))) {
         std::unordered_set<std::uint64_t> covered;
-        for (const Ref<Transfer>& t : all)
-            if (t->pool->id == pool_id) each_page(t->peer_pages.view(), [&](std::uint64_t index) { covered.insert(index); });
+        for (const Transfer* t : named.all)
+            if (t->pool == mine) each_page(t->peer_pages, [&](std::uint64_t index) { covered.insert(index); });
         PageRuns rest;
         each_page(record.pages, [&](std::uint64_t index) {
             if (covered.count(index) == 0) rest.append(index);
         });
         if (!rest.view().empty()) unknown(world, stream, rs, record, where, rest.view());
-    } else if (!begun && !world.done.went_to(record.transfer, pool_id)) {
+    } else if (!begun && !world.done.went_to(hash, world.hash(record.pool_id()))) {
         unknown(world, stream, rs, record, where, record.pages);
     }
     if (transfers.empty()) return;
@@ -380,17 +479,17 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
     Pool* const pool = world.pool_of(record, stream.name);
     const bool ok = record.status == KVG_OK;
     if (ok) landed(world, stream, rs, record, where, pool, transfers);
-    for (const Ref<Transfer>& transfer : transfers) {
+    for (Transfer* transfer : transfers) {
         const auto lates = transfer->late;
         if (ok)
             for (const Ref<Late>& late : lates) arrived(world, late.get(), where);
         transfer->received = true;
-        world.unlist_incoming(transfer.get());
+        world.unlist_incoming(transfer);
         for (const Ref<Late>& late : lates) {
             late->confirmed = true;
             judge(world, late.get());
         }
-        if (transfer->sent) world.drop_transfer(transfer.get());
+        if (transfer->sent) world.drop_transfer(transfer);
     }
 }
 

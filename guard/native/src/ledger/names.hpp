@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "ledger/blocks.hpp"
 #include "ledger/memory.hpp"
 
 namespace kvguard {
@@ -21,6 +21,7 @@ struct Name {
     std::uint32_t size;
     Request* request;          // of a request's id: the request known by it, if any
     std::uint32_t tenant_set;  // of a tenant's id: the set of it alone, once asked for
+    std::uint32_t hash;        // the lower half of it
     char text[];
 
     std::string_view key() const { return {text, size}; }
@@ -35,32 +36,32 @@ class Names {
     explicit Names(const Hash& hash) : index_(hash) {}
     Names(const Names&) = delete;
     Names& operator=(const Names&) = delete;
-    ~Names() {
-        index_.each([](Name* name) { std::free(name); });
-    }
 
+    std::uint64_t hash(std::string_view text) const { return index_.hash(text); }
     Name* find(std::string_view text) const { return index_.find(text); }
+    Name* find(std::string_view text, std::uint64_t hash) const { return index_.find(text, hash); }
     void prefetch(std::uint64_t hash) const { index_.prefetch(hash); }
     Name* peek(std::uint64_t hash) const { return index_.peek(hash); }
     // The name, made with no reference to it if it is new: the caller takes one at once.
-    Name* intern(std::string_view text) {
-        const std::uint64_t hash = index_.hash(text);
+    Name* intern(std::string_view text) { return intern(text, index_.hash(text)); }
+    Name* intern(std::string_view text, std::uint64_t hash) {
         if (Name* known = index_.find(text, hash); known != nullptr) return known;
-        auto* const name = static_cast<Name*>(std::malloc(sizeof(Name) + text.size()));
-        if (name == nullptr) throw std::bad_alloc();
-        *name = Name{this, 0, static_cast<std::uint32_t>(text.size()), nullptr, 0};
+        Name* const name = new (memory_.take(size_of(text.size()))) Name{this, 0, static_cast<std::uint32_t>(text.size()), nullptr, 0,
+                     static_cast<std::uint32_t>(hash)};
         std::memcpy(name->text, text.data(), text.size());
         index_.insert(name, hash);
         return name;
     }
-    std::size_t bytes() const { return index_.bytes() + 72 * index_.size(); }
+    std::size_t bytes() const { return index_.bytes() + memory_.bytes(); }
 
   private:
     friend void release(Name* name);
     void forget(Name* name) {
-        index_.erase(name);
-        std::free(name);
+        index_.erase(name, name->hash);
+        memory_.give(name, size_of(name->size));
     }
+    static std::size_t size_of(std::size_t text) { return Blocks::size_for(sizeof(Name) + text); }
+    Blocks memory_;
     Index<Name> index_;
 };
 

@@ -79,22 +79,20 @@ void double_owner(World& world, RequestStream* rs, RequestStream* owner, Pool* p
 // The owner loses the page, by its own record or because another took it.
 void disown(World& world, RequestStream* owner, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
     gave_up(world, owner, pool, index, page, where);
-    if (Holding* const held = owner->find(pool); held != nullptr && held->owned > 0) --held->owned;
+    if (Holding* const held = owner->find(pool); held != nullptr && held->owned > 0 && --held->owned == 0)
+        held->owned_runs.drop(world.memory);
     world.set_owner(page, nullptr);
 }
 
-void keep_released(RequestStream* rs, Pool* pool, PageRuns&& pages, const Where& where) {
-    if (rs->released.size() >= kMaxLooked) rs->released.pop_front();
-    rs->released.push_back({pool, std::move(pages), where});
-}
-
-void note_owned(Holding& held, std::uint64_t index) {
-    ++held.owned;
-    held.owned_runs.append(index);
+void keep_released(World& world, RequestStream* rs, Pool* pool, const Pages& pages, const Where& where) {
+    while (rs->released.size() > 1 && rs->released.full()) rs->released.pop_front();
+    const bool own = where.stream == rs->stream && where.epoch == rs->epoch;
+    rs->released.add(world.memory, where.time_ns, where.seq, world.pool_name(pool), pages, 0,
+                     own ? Log::Place{} : Log::Place{where.stream, where.epoch});
 }
 
 // Forgets runs of pages that the request gave back long ago.
-void tidy_owned(RequestStream* rs, Holding& held) {
+void tidy_owned(World& world, RequestStream* rs, Holding& held) {
     if (held.owned_runs.runs() < 64 || held.owned_runs.runs() < 2 * held.owned) return;
     std::vector<std::uint64_t> mine;
     each_page(held.owned_runs.view(), [&](std::uint64_t index) {
@@ -103,17 +101,15 @@ void tidy_owned(RequestStream* rs, Holding& held) {
     });
     std::sort(mine.begin(), mine.end());
     mine.erase(std::unique(mine.begin(), mine.end()), mine.end());
-    held.owned_runs.clear();
-    for (const std::uint64_t index : mine) held.owned_runs.append(index);
+    held.owned_runs.drop(world.memory);
+    for (const std::uint64_t index : mine) held.owned_runs.append(world.memory, index);
 }
 
 }  // namespace
 
 void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     Pool* const pool = world.pool_of(record, stream.name);
-    std::size_t at = 0;
-    rs->in(pool);
-    while (rs->holdings[at].pool != pool) ++at;
+    Holding& held = rs->in(pool);
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         settle(world, page, stream.clock.get());
         RequestStream* const owner = page.owner;
@@ -121,16 +117,16 @@ void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record
             const RsRef keep(owner);
             if (!owner->ended) double_owner(world, rs, owner, pool, index, page, where);
             disown(world, owner, pool, index, page, where);
-            PageRuns one;
-            one.append(index);
-            keep_released(owner, pool, std::move(one), where);
+            const std::uint64_t one = kvg_run(index, 1);
+            keep_released(world, owner, pool, {&one, 1}, where);
             world.note_over(owner->request);
         }
         if (world.policy.require_scrub)
             watch_foreign(world, Kind::unscrubbed_reuse, rs, rs->tenant.get(), pool, where, index, page);
         if (page.owner != rs) {
             world.set_owner(page, rs);
-            note_owned(rs->holdings[at], index);
+            ++held.owned;
+            held.owned_runs.append(world.memory, index);
         }
         page.set(Page::kCached, false);
         page.set(Page::kValid, false);
@@ -140,11 +136,18 @@ void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record
         taken_again(world, rs, pool, index);
         new_owner(world, rs, page);
     });
-    tidy_owned(rs, rs->holdings[at]);
-    if (rs->ended && !rs->pending_leaks.empty() && !rs->owns_nothing()) {
-        for (; !rs->pending_leaks.empty(); rs->pending_leaks.pop_front())
-            if (const auto& end = rs->pending_leaks.front(); !stream.looked_at(end.deadline, end.looks))
-                stream.watch_leak(end.deadline, rs, end.where);
+    tidy_owned(world, rs, held);
+    if (rs->ended_empty && !rs->owns_nothing()) {
+        const auto watch = [&](const RequestStream::End& end) {
+            if (!stream.looked_at(end.deadline, end.looks))
+                stream.watch_leak(end.deadline, rs, rs->at(end.time_ns, end.seq));
+        };
+        watch(rs->first_end);
+        rs->ended_empty = false;
+        if (rs->rare) {
+            for (const RequestStream::End& end : rs->rare->ends) watch(end);
+            rs->rare->ends.clear();
+        }
     }
 }
 
@@ -157,8 +160,7 @@ void share(World& world, Stream& stream, RequestStream* rs, const Record& record
         if (!world.shared_to(pool, index, page, rs->request) || !world.ever_shared(rs, pool, index)) ++fresh;
         world.share_to(rs, pool, index, page);
         if (world.policy.permit_sharing) {
-            if (!rs->permitted) rs->permitted = std::make_unique<std::map<Pool*, std::unordered_set<std::uint64_t>>>();
-            (*rs->permitted)[pool].insert(index);
+            rs->more().permitted[pool].insert(index);
             return;
         }
         watch_foreign(world, Kind::foreign_share, rs, tenant, pool, where, index, page);
@@ -167,7 +169,8 @@ void share(World& world, Stream& stream, RequestStream* rs, const Record& record
     if (named == 0) return;
     u128 tokens = record.tokens;
     if ((record.flags & KVG_HAS_TOKENS) == 0) tokens = u128{named} * (pool->announced ? pool->page_tokens : 0);
-    rs->in(pool).shared += tokens * fresh / named;
+    Holding& held = rs->in(pool);
+    held.shared = at_most(held.shared + tokens * fresh / named);
 }
 
 void give_back(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
@@ -185,7 +188,7 @@ void give_back(World& world, Stream& stream, RequestStream* rs, const Record& re
                 Report more;
                 more.evidence = &source;
                 more.transfer = transfer->id;
-                more.reason = "page given up while transfer " + transfer->id + " out of it had not ended on this side";
+                more.reason = "page given up while transfer " + std::string(transfer->id) + " out of it had not ended on this side";
                 world.report(Kind::free_in_flight, where, pool->id, true, transfer->sender.get(), std::move(more));
             }
         if (page.owner == rs) {
@@ -207,7 +210,7 @@ void give_back(World& world, Stream& stream, RequestStream* rs, const Record& re
                 others.emplace_back(page.owner);
         }
     });
-    keep_released(rs, pool, std::move(given), where);
+    keep_released(world, rs, pool, given.view(), where);
     if (rs->owns_nothing()) {
         world.note_over(rs->request);
         if (!caching) {

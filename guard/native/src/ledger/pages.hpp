@@ -28,7 +28,7 @@ struct StreamName {
 
 // What few pages have: transfers in flight that read from it, writers of earlier owners that may still come.
 struct Links {
-    SmallVec<Transfer*, 2> outgoing;
+    SmallVec<Transfer*, 1> outgoing;
     std::vector<Ref<Late>> late;
 };
 
@@ -44,8 +44,11 @@ struct Page {
     Taint* label = nullptr;          // counted; null: nobody's data
     Links* links = nullptr;          // owned; null: none
     std::uint32_t share_epoch = 0;   // changes when all its sharers go at once
-    std::uint32_t flags : 8 = 0;
-    std::uint32_t sight : 24 = 0;    // the pool's `sight` when it was handed out; another: the guard lost sight of it
+    std::uint32_t flags : 5 = 0;
+    std::uint32_t incoming : 7 = 0;  // how often transfers in flight name it as destination; kMaxIncoming: or more
+    std::uint32_t sight : 20 = 0;    // the pool's `sight` when it was handed out; another: the guard lost sight of it
+
+    static constexpr std::uint32_t kMaxIncoming = 127;
 
     bool is(std::uint32_t flag) const { return (flags & flag) != 0; }
     void set(std::uint32_t flag, bool on) { flags = on ? flags | flag : flags & ~flag; }
@@ -67,7 +70,7 @@ static_assert(sizeof(Page) == 32);
 inline constexpr std::uint64_t kBlockPages = 512;  // pages are made, and counted against a limit, in blocks
 
 struct Pool {
-    static constexpr std::uint32_t kMaxSight = (1u << 24) - 1;
+    static constexpr std::uint32_t kMaxSight = (1u << 20) - 1;
 
     std::string id;
     Ref<Name> name;  // once asked for
@@ -78,6 +81,8 @@ struct Pool {
     std::uint64_t page_tokens = 0;  // once announced
     int role = -1;                  // kvg_role, once announced
     bool lost_sight = false;
+    bool lost_count = false;  // transfers name pages of it that their `incoming` does not count
+    std::uint64_t hash = 0;   // of its id
     std::uint32_t sight = 1;
     std::uint32_t incarnation = 1;  // changes with each clear
     std::uint64_t pages = 0;        // those touched
@@ -96,6 +101,11 @@ struct Pool {
         if (block >= blocks.size() || !blocks[block]) return nullptr;
         Page* const page = &blocks[block][index % kBlockPages];
         return page->is(Page::kExists) ? page : nullptr;
+    }
+    // Its memory, if there is some, be it used or not.
+    Page* slot(std::uint64_t index) const {
+        const std::uint64_t block = index / kBlockPages;
+        return block < blocks.size() && blocks[block] ? &blocks[block][index % kBlockPages] : nullptr;
     }
     void prefetch(std::uint64_t index) const {
         const std::uint64_t block = index / kBlockPages;

@@ -1,6 +1,7 @@
 // Requests: what each has read, on each stream, and what became of it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -9,7 +10,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "ledger/blocks.hpp"
 #include "ledger/ledger.hpp"
+#include "ledger/log.hpp"
 #include "ledger/memory.hpp"
 #include "ledger/pages.hpp"
 #include "ledger/runs.hpp"
@@ -46,19 +49,6 @@ struct Clock {
 };
 using ClockRef = std::shared_ptr<Clock>;  // null: nothing seen
 
-// A read, or a 2xx response, kept for rules that compare streams.
-struct Looked {
-    Where where;
-    Ref<Name> pool;
-    PageRuns pages;
-};
-
-struct Released {
-    Pool* pool = nullptr;
-    PageRuns pages;
-    Where where;
-};
-
 // A `rejected` or `failed` on a stream, and what that stream had seen of the others by then.
 struct Death {
     StreamName* stream;
@@ -68,55 +58,82 @@ struct Death {
     bool degraded;  // it may have seen more of them, in records that the guard missed
 };
 
+// Counts of tokens do not go beyond this; it is the convention's largest number.
+inline constexpr std::uint64_t kMostTokens = INT64_MAX;
+inline std::uint64_t at_most(u128 tokens) {
+    return tokens < kMostTokens ? static_cast<std::uint64_t>(tokens) : kMostTokens;
+}
+
 // What a request has of one pool, on one stream.
 struct Holding {
     Pool* pool = nullptr;
-    std::uint64_t owned = 0;                // pages
-    PageRuns owned_runs;                    // where they may be: pages handed to it, given back or not
-    u128 shared = 0, landed = 0, written = 0;  // valid tokens
-    u128 valid() const { return shared + landed > written ? shared + landed : written; }
+    std::uint64_t owned = 0;  // pages
+    RunList owned_runs;       // where they may be: pages handed to it, given back or not; none when it owns none
+    std::uint64_t shared = 0, landed = 0, written = 0;  // valid tokens
+    std::uint64_t valid() const { return std::max(at_most(u128{shared} + landed), written); }
 };
 
-inline constexpr std::size_t kMaxLooked = 1024;   // reads, and responses, kept of a request on a stream
 inline constexpr std::size_t kMaxPending = 16;    // ends that wait for a later alloc
 
 // One request on one stream (and epoch): the unit that owns pages, reads and writes.
 struct RequestStream {
     RequestStream(Request* request, StreamName* stream, Name* tenant, std::uint64_t serial)
         : request(request), stream(stream), tenant(tenant), serial(serial) {}
+    ~RequestStream();
+
+    struct Share {
+        Pool* pool;
+        std::uint64_t index;
+        std::uint32_t incarnation, share_epoch;
+    };
+    // An end at which it owned nothing.
+    struct End {
+        std::uint64_t deadline = 0;
+        std::uint64_t looks = 0;  // of its stream, when it came
+        std::uint64_t time_ns = 0, seq = 0;
+    };
+    // What few have.
+    struct Rare {
+        std::vector<Holding> holdings;  // of further pools
+        std::vector<Share> shared;
+        std::vector<End> ends;          // after the first, until it owns pages again
+        std::map<std::pair<Pool*, std::uint64_t>, std::vector<Ref<Late>>> late;
+        std::map<Pool*, std::unordered_set<std::uint64_t>> permitted;
+        std::uint64_t prompt_tokens = 0;  // when over_capacity
+    };
 
     Request* request;
     StreamName* stream;
     Ref<Name> tenant;
+    Ref<Taint> label;      // what its next write is made of
     std::uint64_t serial;  // tells a slot's lives apart
+    std::uint64_t epoch = 0;  // its records'
     bool ended = false;
     bool gone = false;  // the stream has restarted since: the pages that it had are no more
     bool ended_unseen = false;  // its end was seen by the guard before this one only
     bool marked_degraded = false;
     bool followed = true;  // until another life takes its place, or the request is forgotten
     bool over_capacity = false;
-    Where end;
+    bool ended_empty = false;           // `first_end` is one
+    std::uint32_t read_runs = 0;        // of the read kept last
     std::uint64_t losses_before = 0;    // of its stream, when it began
-    std::uint64_t prompt_tokens = 0;    // when over_capacity
-    Ref<Taint> label;                   // what its next write is made of
-    FewOf<Holding> holdings;
-    FewOf<Looked> reads, responses;
-    FewOf<Released> released;
-    struct Share {
-        Pool* pool;
-        std::uint64_t index;
-        std::uint32_t incarnation, share_epoch;
-    };
-    std::vector<Share> shared;
-    std::unique_ptr<std::map<std::pair<Pool*, std::uint64_t>, std::vector<Ref<Late>>>> late;
-    std::unique_ptr<std::map<Pool*, std::unordered_set<std::uint64_t>>> permitted;
-    struct End {
-        std::uint64_t deadline = 0;
-        std::uint64_t looks = 0;  // of its stream, when it came
-        Where where;
-    };
-    FewOf<End> pending_leaks;  // ends at which it owned nothing
+    Holding holding;                    // of the first pool
+    Log reads, responses;               // kept for rules that compare streams
+    Log released;                       // pages given back
+    std::uint64_t read_hash = 0;        // of all runs but the last of the read kept last
+    std::unique_ptr<Rare> rare;
+    End first_end;
 
+    Where at(std::uint64_t time_ns, std::uint64_t seq) const { return {time_ns, stream, epoch, seq}; }
+    Where where(const Log::Entry& entry) const {
+        if (entry.place.stream == nullptr) return at(entry.time_ns, entry.seq);
+        return {entry.time_ns, entry.place.stream, entry.place.epoch, entry.seq};
+    }
+    Rare& more() {
+        if (!rare) rare = std::make_unique<Rare>();
+        return *rare;
+    }
+    bool has_lates() const { return rare && !rare->late.empty(); }
     // The guard missed some of its records.
     bool degraded() const { return marked_degraded || (followed && losses_before != stream->losses); }
     // It is no request's any more: what is missed of its stream from now on is not of it.
@@ -124,21 +141,38 @@ struct RequestStream {
         marked_degraded = degraded();
         followed = false;
     }
+    // Good until that of another pool is asked for.
     Holding& in(Pool* pool) {
         if (Holding* const known = find(pool); known != nullptr) return *known;
-        return holdings.push_back(Holding{pool, 0, {}, 0, 0, 0});
+        if (holding.pool == nullptr) {
+            holding.pool = pool;
+            return holding;
+        }
+        more().holdings.emplace_back().pool = pool;
+        return rare->holdings.back();
     }
     Holding* find(const Pool* pool) {
-        for (std::size_t i = 0; i < holdings.size(); ++i)
-            if (holdings[i].pool == pool) return &holdings[i];
+        if (holding.pool == pool) return &holding;
+        if (rare)
+            for (Holding& further : rare->holdings)
+                if (further.pool == pool) return &further;
         return nullptr;
     }
+    template <class F>
+    void each_holding(F&& visit) {
+        if (holding.pool != nullptr) visit(holding);
+        if (rare)
+            for (Holding& further : rare->holdings) visit(further);
+    }
     bool owns_nothing() const {
-        for (std::size_t i = 0; i < holdings.size(); ++i)
-            if (holdings[i].owned != 0) return false;
+        if (holding.owned != 0) return false;
+        if (rare)
+            for (const Holding& further : rare->holdings)
+                if (further.owned != 0) return false;
         return true;
     }
 };
+static_assert(sizeof(RequestStream) <= 256);
 
 // One request over all streams. Its streams live and go with it.
 struct Request {
@@ -152,11 +186,15 @@ struct Request {
     bool known = false;           // in the tables
     bool ended = false;           // in the list of those that are over
     SmallVec<RequestStream*, 3> streams;
-    std::vector<RequestStream*> former;  // lives on streams that have restarted since
-    std::vector<Death> deaths;
-    std::vector<StreamName*> rejections;
-    std::vector<Ref<Transfer>> transfers;  // begun for it and not yet ended on both sides
-    std::vector<std::shared_ptr<Finding>> findings;
+    SmallVec<Transfer*, 1> transfers;  // begun for it and not yet ended on both sides; counted
+    // What few have.
+    struct Rare {
+        std::vector<RequestStream*> former;  // lives on streams that have restarted since
+        std::vector<Death> deaths;
+        std::vector<StreamName*> rejections;
+        std::vector<std::shared_ptr<Finding>> findings;
+    };
+    std::unique_ptr<Rare> rare;
     Request *previous = nullptr, *next = nullptr;          // among those known, as they came
     Request *ended_previous = nullptr, *ended_next = nullptr;  // among those over
 
@@ -175,6 +213,10 @@ struct Request {
             if (!rs->owns_nothing()) return false;
         return true;
     }
+    Rare& more() {
+        if (!rare) rare = std::make_unique<Rare>();
+        return *rare;
+    }
     bool killed() const;
     RequestSummary summary() const;
 };
@@ -192,17 +234,20 @@ struct Transfer {
     World* world;
     std::uint32_t refs = 0;
     bool in_flight = false;  // in the tables
-    std::string id;
     RsRef sender;
     Where where;
     ClockRef clock;  // what the sender's stream had seen before this begin
     Pool* source_pool = nullptr;
     Pool* pool = nullptr;  // the destination
-    PageRuns pages, peer_pages;
-    SmallVec<std::uint64_t, 2> into;  // destination pages that it is listed for, as runs
+    // Views of a copy of its begin.
+    std::string_view id, digests;
+    Pages pages, peer_pages;
+    void* copy = nullptr;
+    std::size_t copy_size = 0;
+    std::uint64_t into_end = 0;  // it is listed for its destination pages below this one; 0: for none
     std::uint64_t tokens = 0;
     bool has_digests = false;
-    std::string digests;
+    std::uint64_t hash = 0;  // of its id
     Ref<Taint> taint;  // every label that its source pages carry while it is in flight
     bool sent = false, received = false;
     std::uint8_t sent_status = 0;
@@ -211,8 +256,20 @@ struct Transfer {
     std::vector<Ref<Late>> late;  // pages that it may still write to although they were given up
     Transfer *previous = nullptr, *next = nullptr;  // among those in flight, as they began
 
+    ~Transfer();
     std::string_view key() const { return id; }
     Request* request() const { return sender->request; }
+    // Visits the destination pages that it is listed for.
+    template <class F>
+    void each_into(F&& visit) const {
+        for (std::uint32_t i = 0; i < peer_pages.runs(); ++i) {
+            const Pages::Run run = peer_pages.run(i);
+            for (std::uint64_t p = run.first; p < std::min(run.stop(), into_end); ++p) visit(p);
+        }
+    }
+    bool goes_into(const Pool* to, std::uint64_t index) const {
+        return to == pool && index < into_end && contains(peer_pages, index);
+    }
     // Whether the sender's end is known to come before a point whose stream has seen `clock`.
     bool done_before(const Clock* clock) const;
 };

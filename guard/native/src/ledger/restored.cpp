@@ -52,7 +52,6 @@ void Ledger::Impl::restore(const Restored& before) {
         rs->marked_degraded = true;
         if (!live.ended) continue;
         rs->ended = rs->ended_unseen = true;
-        rs->end = last_of(name);
     }
     for (const Restored::Live& live : before.requests)
         if (Request* const request = world.find_request(live.request); request != nullptr) world.note_over(request);

@@ -19,8 +19,6 @@ class PageRuns {
     explicit PageRuns(const Pages& pages) { runs_.assign(pages.data(), pages.runs()); }
 
     Pages view() const { return {runs_.begin(), runs_.size()}; }
-    std::uint32_t runs() const { return runs_.size(); }
-    void clear() { runs_.clear(); }
     void append(std::uint64_t index) {
         if (!runs_.empty()) {
             const std::uint64_t last = runs_.back();
@@ -32,15 +30,16 @@ class PageRuns {
         runs_.push_back(kvg_run(index, 1));
     }
     void add_run(std::uint64_t first, std::uint64_t pages) { runs_.push_back(kvg_run(first, pages)); }
-    bool contains(std::uint64_t index) const {
-        for (const std::uint64_t run : runs_)
-            if (index - kvg_run_first(run) < kvg_run_pages(run)) return true;
-        return false;
-    }
 
   private:
     SmallVec<std::uint64_t, 2> runs_;
 };
+
+inline bool contains(const Pages& pages, std::uint64_t index) {
+    for (std::uint32_t i = 0; i < pages.runs(); ++i)
+        if (index - pages.run(i).first < pages.run(i).pages) return true;
+    return false;
+}
 
 template <class F>
 void each_page(const Pages& pages, F&& visit) {

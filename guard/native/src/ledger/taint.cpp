@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <random>
+#include <utility>
 
 namespace kvguard {
 
@@ -143,10 +144,10 @@ void TaintGraph::bury(Taint* taint) {
 
 Taint::~Taint() {
     if (tearing_down) return;
-    if (more) graph->close(this);
-    for (const Origin& origin : origins) {
-        for (Name* request : origin.requests) release(request);
-        release(origin.tenant);
+    if (more != nullptr) graph->close(this);
+    for (std::size_t i = 0; i < origins.size(); ++i) {
+        for (Name* request : origins[i].requests) release(request);
+        release(origins[i].tenant);
     }
     graph->sets.release(tenants);
     graph->sets.release(sure);
@@ -160,7 +161,7 @@ Ref<Taint> TaintGraph::single(Name* tenant, Name* request) {
         retain(request);
         origin.requests.push_back(request);
     }
-    taint->origins.push_back(std::move(origin));
+    taint->origins.insert(0, origin);
     taint->tenants = taint->sure = sets.single(tenant);
     sets.retain(taint->tenants);
     sets.retain(taint->sure);
@@ -182,7 +183,7 @@ Ref<Taint> TaintGraph::doubted(Taint* taint) {
 }
 
 void TaintGraph::make_open(Taint* taint) {
-    taint->more = std::make_unique<Taint::Open>();
+    taint->more = open_pool_.make();
     taint->more->next = first_open_;
     if (first_open_ != nullptr) first_open_->more->previous = taint;
     first_open_ = taint;
@@ -204,12 +205,13 @@ void TaintGraph::unlink(Taint* taint) {
 void TaintGraph::close(Taint* taint) {
     unlink(taint);
     taint->pending = 0;
-    const std::unique_ptr<Taint::Open> gone = std::move(taint->more);
+    Taint::Open* const gone = std::exchange(taint->more, nullptr);
     for (const Taint::Edge& edge : gone->outs) {
         if (edge.to->more) --edge.to->more->edges_in;
         if (edge.to->pending > 0 && --edge.to->pending == 0) close_soon(edge.to);
         release(edge.to);
     }
+    open_pool_.destroy(gone);
 }
 
 void TaintGraph::close_soon(Taint* taint) {
@@ -249,7 +251,7 @@ void TaintGraph::watch(Taint* taint, std::unique_ptr<Watcher> watcher) {
     watchers.push_back(std::move(watcher));
 }
 
-void TaintGraph::add(Taint* into, const std::vector<Origin>& origins, TenantSets::Id tenants, TenantSets::Id sure) {
+void TaintGraph::add(Taint* into, const Origins& origins, TenantSets::Id tenants, TenantSets::Id sure) {
     if (!merge(into, origins) && sets.within(sure, into->sure)) return;
     const auto widen = [&](TenantSets::Id& set, TenantSets::Id more) {
         const TenantSets::Id wider = sets.unite(set, more);
@@ -283,12 +285,12 @@ void TaintGraph::add(Taint* into, const std::vector<Origin>& origins, TenantSets
 }
 
 // Adds origins; whether any was new. (The sets of tenants are the caller's to widen.)
-bool TaintGraph::merge(Taint* into, const std::vector<Origin>& more) {
+bool TaintGraph::merge(Taint* into, const Origins& more) {
     bool changed = false;
-    for (const Origin& origin : more) {
-        auto at = std::lower_bound(into->origins.begin(), into->origins.end(), origin.tenant,
-                                   [](const Origin& o, const Name* tenant) { return o.tenant < tenant; });
-        if (at == into->origins.end() || at->tenant != origin.tenant) {
+    for (std::size_t i = 0; i < more.size(); ++i) {
+        const Origin& origin = more[i];
+        const std::size_t at = into->origins.place_of(origin.tenant);
+        if (at == into->origins.size() || into->origins[at].tenant != origin.tenant) {
             retain(origin.tenant);
             for (Name* request : origin.requests) retain(request);
             into->origins.insert(at, origin);
@@ -296,7 +298,7 @@ bool TaintGraph::merge(Taint* into, const std::vector<Origin>& more) {
             continue;
         }
         for (Name* request : origin.requests) {
-            auto& known = at->requests;
+            auto& known = into->origins[at].requests;
             if (known.contains(request)) continue;
             std::uint32_t place = 0;
             while (place < known.size() && known[place]->key() < request->key()) ++place;
@@ -316,10 +318,10 @@ bool TaintGraph::merge(Taint* into, const std::vector<Origin>& more) {
 
 // Whether `first` would not grow by `other`.
 bool TaintGraph::covers(const Taint* first, const Taint* other) const {
-    for (const Origin& origin : other->origins) {
-        auto at = std::lower_bound(first->origins.begin(), first->origins.end(), origin.tenant,
-                                   [](const Origin& o, const Name* tenant) { return o.tenant < tenant; });
-        if (at == first->origins.end() || at->tenant != origin.tenant) return false;
+    for (std::size_t i = 0; i < other->origins.size(); ++i) {
+        const Origin& origin = other->origins[i];
+        const Origin* const at = first->origins.find(origin.tenant);
+        if (at == nullptr) return false;
         for (const Name* request : origin.requests) {
             bool known = false;
             for (const Name* r : at->requests) known |= r == request;
@@ -334,7 +336,7 @@ bool TaintGraph::covers(const Taint* first, const Taint* other) const {
 // Whether all that an open label takes on flows on to another already (as far as a short look tells).
 bool TaintGraph::feeds(const Taint* from, const Taint* to) {
     const auto& outs = from->more->outs;
-    for (std::size_t i = outs.size(), looks = 0; i > 0 && looks < 8; ++looks)
+    for (std::uint32_t i = outs.size(), looks = 0; i > 0 && looks < 8; ++looks)
         if (const Taint::Edge& edge = outs[--i]; edge.to == to && !edge.doubtful) return true;
     return false;
 }

@@ -5,6 +5,7 @@
 // good, are found by `TaintGraph::collect`.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -29,10 +30,44 @@ class Watcher {
 
 // Some requests that wrote one tenant's bytes: the `kMaxOrigins` smallest ids.
 struct Origin {
-    Name* tenant;
-    SmallVec<Name*, 2> requests;  // sorted by text
+    Name* tenant = nullptr;
+    SmallVec<Name*, 1> requests;  // sorted by text
 };
 inline constexpr std::uint32_t kMaxOrigins = 8;
+
+// Origins by their tenants' addresses. Nearly always there is one.
+class Origins {
+  public:
+    std::size_t size() const { return first_.tenant == nullptr ? 0 : 1 + (rest_ ? rest_->size() : 0); }
+    Origin& operator[](std::size_t i) { return i == 0 ? first_ : (*rest_)[i - 1]; }
+    const Origin& operator[](std::size_t i) const { return i == 0 ? first_ : (*rest_)[i - 1]; }
+    // Where the tenant's is, or would be.
+    std::size_t place_of(const Name* tenant) const {
+        if (first_.tenant == nullptr || first_.tenant >= tenant) return 0;
+        if (!rest_) return 1;
+        const auto at = std::lower_bound(rest_->begin(), rest_->end(), tenant,
+                                         [](const Origin& o, const Name* t) { return o.tenant < t; });
+        return 1 + static_cast<std::size_t>(at - rest_->begin());
+    }
+    // The tenant's; null when there is none.
+    const Origin* find(const Name* tenant) const {
+        const std::size_t at = place_of(tenant);
+        return at < size() && (*this)[at].tenant == tenant ? &(*this)[at] : nullptr;
+    }
+    void insert(std::size_t at, const Origin& origin) {
+        if (first_.tenant == nullptr) {
+            first_ = origin;
+            return;
+        }
+        if (!rest_) rest_ = std::make_unique<std::vector<Origin>>();
+        rest_->insert(rest_->begin() + static_cast<std::ptrdiff_t>(at == 0 ? 0 : at - 1), at == 0 ? first_ : origin);
+        if (at == 0) first_ = origin;
+    }
+
+  private:
+    Origin first_;
+    std::unique_ptr<std::vector<Origin>> rest_;
+};
 
 struct Taint {
     explicit Taint(TaintGraph* graph) : graph(graph) {}
@@ -43,20 +78,20 @@ struct Taint {
     std::uint32_t pending = 0;      // how many sources may still add
     TenantSets::Id tenants = 0;     // all of them
     TenantSets::Id sure = 0;        // those that are there beyond doubt
-    std::vector<Origin> origins;    // by the tenant's address; holds references to the names
+    Origins origins;                // holds references to the names
 
     struct Edge {
         Taint* to;
         bool doubtful;
     };
     struct Open {
-        std::vector<Edge> outs;  // holds references
+        SmallVec<Edge, 2> outs;  // holds references
         std::vector<std::unique_ptr<Watcher>> watchers;
         Taint *previous = nullptr, *next = nullptr;  // among the open ones
         std::uint32_t edges_in = 0;
         bool marked = false;
     };
-    std::unique_ptr<Open> more;
+    Open* more = nullptr;  // owned
 
     bool open() const { return pending > 0; }
     bool nothing() const { return tenants == 0 && pending == 0; }
@@ -93,13 +128,13 @@ class TaintGraph {
 
     TenantSets sets;
     Ref<Name> public_name;
-    std::size_t bytes() const { return pool_.bytes(); }
+    std::size_t bytes() const { return pool_.bytes() + open_pool_.bytes(); }
 
   private:
     friend struct Taint;
     friend void release(Taint* taint);
-    void add(Taint* into, const std::vector<Origin>& origins, TenantSets::Id tenants, TenantSets::Id sure);
-    bool merge(Taint* into, const std::vector<Origin>& more);
+    void add(Taint* into, const Origins& origins, TenantSets::Id tenants, TenantSets::Id sure);
+    bool merge(Taint* into, const Origins& more);
     bool covers(const Taint* first, const Taint* other) const;
     static bool feeds(const Taint* from, const Taint* to);
     void make_open(Taint* taint);
@@ -110,6 +145,7 @@ class TaintGraph {
     void collect();
 
     ObjectPool<Taint> pool_;
+    ObjectPool<Taint::Open> open_pool_;
     Taint* first_open_ = nullptr;
     std::size_t open_ = 0, collect_at_ = 1024;
     std::vector<Ref<Taint>> closing_;  // their last source has closed

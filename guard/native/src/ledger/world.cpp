@@ -30,10 +30,19 @@ void release(Late* late) {
     if (--late->refs == 0) late->world->late_pool.destroy(late);
 }
 
+Transfer::~Transfer() {
+    if (copy != nullptr) world->memory.give(copy, copy_size);
+}
+RequestStream::~RequestStream() {
+    Blocks& memory = request->world->memory;
+    each_holding([&](Holding& held) { held.owned_runs.drop(memory); });
+    for (Log* log : {&reads, &responses, &released}) log->drop(memory);
+}
 Request::~Request() = default;
 
 bool Request::killed() const {
-    for (const auto& finding : findings)
+    if (!rare) return false;
+    for (const auto& finding : rare->findings)
         if (finding->kills() && finding->subjects.count(id->str()) != 0) return true;
     return false;
 }
@@ -45,12 +54,14 @@ RequestSummary Request::summary() const {
     for (const RequestStream* rs : streams) {
         if (!s.has_tenant || rs->tenant->key() < s.tenant) s.tenant = rs->tenant->str();
         s.has_tenant = true;
-        for (const Origin& origin : rs->label->origins) lineage.insert(origin.tenant->str());
+        const Origins& origins = rs->label->origins;
+        for (std::size_t i = 0; i < origins.size(); ++i) lineage.insert(origins[i].tenant->str());
     }
     s.lineage.assign(lineage.begin(), lineage.end());
     s.killed = killed();
-    for (const auto& finding : findings)
-        s.disclosed |= finding->kind == Kind::tainted_response && finding->request == s.id;
+    if (rare)
+        for (const auto& finding : rare->findings)
+            s.disclosed |= finding->kind == Kind::tainted_response && finding->request == s.id;
     return s;
 }
 
@@ -62,10 +73,10 @@ bool Transfer::done_before(const Clock* seen) const {
 
 // --- remembered ids
 
-void Remembered::put(std::string_view id, std::string_view pool, std::size_t limit) {
-    const IdHash key{hash_(id) | 1};
+void Remembered::put(std::uint64_t id, std::uint64_t pool, std::size_t limit) {
+    const IdHash key{id | 1};
     const auto [value, fresh] = pools_.insert(key);
-    value->value = hash_(pool);
+    value->value = pool;
     if (!fresh) return;
     if (order_.size() < limit) {
         order_.push_back(key);
@@ -102,6 +113,7 @@ Pool* World::pool(std::string_view id, StreamName* stream) {
     all_pools.push_back(std::make_unique<Pool>());
     Pool* const made = all_pools.back().get();
     made->id = id;
+    made->hash = h;
     made->limit = made->size = settings.max_pool_pages;
     pools.insert(made, h);
     StreamName* const same = stream_name(id);
@@ -163,6 +175,7 @@ void World::clear(Pool* pool) {
             page.links = nullptr;
         }
     });
+    for (const Transfer* t = first_transfer; t != nullptr; t = t->next) pool->lost_count |= t->pool == pool && t->into_end != 0;
     blocks -= pool->blocks_kept;
     pool->blocks.clear();
     pool->blocks_kept = pool->pages = 0;
@@ -240,7 +253,8 @@ void World::fetch_retiring() const {
     if (first == nullptr) return;
     for (const RequestStream* rs : first->streams) {
         fetch(rs->label.get(), sizeof(Taint));
-        fetch(rs->tenant.get(), sizeof(Name));
+        for (const void* block : {rs->reads.block(), rs->responses.block(), rs->released.block()})
+            __builtin_prefetch(block, 1);
     }
     fetch(first->id.get(), sizeof(Name));
     const Request* const second = first->ended_next;
@@ -260,11 +274,11 @@ void World::retire(Request* request) {
     request->previous = request->next = nullptr;
     --requests_known;
     const auto transfers_of = request->transfers;
-    for (const Ref<Transfer>& transfer : transfers_of) drop_transfer(transfer.get());
+    for (Transfer* transfer : transfers_of) drop_transfer(transfer);
     const auto let_go = [&](RequestStream* rs, bool drop) {
-        if (!rs->late) return;
+        if (!rs->has_lates()) return;
         std::vector<Ref<Late>> lates;
-        for (const auto& [place, list] : *rs->late) lates.insert(lates.end(), list.begin(), list.end());
+        for (const auto& [place, list] : rs->rare->late) lates.insert(lates.end(), list.begin(), list.end());
         for (const Ref<Late>& late : lates) {
             if (drop) {
                 drop_late(late.get());
@@ -272,17 +286,19 @@ void World::retire(Request* request) {
                 std::erase_if(late->transfer->late, [&](const Ref<Late>& other) { return other == late.get(); });
             }
         }
-        rs->late.reset();
+        rs->rare->late.clear();
     };
     for (RequestStream* rs : request->streams) {
         rs->leave();
         let_go(rs, true);
     }
-    for (RequestStream* rs : request->former) let_go(rs, false);
-    for (const auto& finding : request->findings) forget(*finding);
+    if (request->rare) {
+        for (RequestStream* rs : request->rare->former) let_go(rs, false);
+        for (const auto& finding : request->rare->findings) forget(*finding);
+    }
     if (want_retired == Ledger::Retired::all) {
         events.push_back({Event::What::retired, nullptr, request->summary()});
-    } else if (want_retired == Ledger::Retired::marked && !request->findings.empty()) {
+    } else if (want_retired == Ledger::Retired::marked && request->rare && !request->rare->findings.empty()) {
         events.push_back({Event::What::retired, nullptr, {}});
         events.back().request.id = request->id->str();
     }
@@ -294,7 +310,8 @@ void World::retire(Request* request) {
 void World::destroy(Request* request) {
     ++request->refs;  // what follows may let go of the last references once more
     for (RequestStream* rs : request->streams) request_streams.destroy(rs);
-    for (RequestStream* rs : request->former) request_streams.destroy(rs);
+    if (request->rare)
+        for (RequestStream* rs : request->rare->former) request_streams.destroy(rs);
     request_pool.destroy(request);
 }
 
@@ -314,7 +331,7 @@ void World::share_to(RequestStream* rs, Pool* pool, std::uint64_t index, Page& p
     const bool fresh = sharers.insert({rs->request->id.get(), pool, index, pool->incarnation, page.share_epoch}).second;
     const bool first = sharers.insert({rs, pool, index, 0, 0}).second;
     if (!fresh && !first) return;
-    auto& shared = rs->shared;
+    auto& shared = rs->more().shared;
     if (shared.size() >= 64 && shared.size() == shared.capacity()) {
         // Pages that were handed out anew since leave nothing behind but their index.
         std::erase_if(shared, [&](const RequestStream::Share& s) {
@@ -330,14 +347,15 @@ void World::share_to(RequestStream* rs, Pool* pool, std::uint64_t index, Page& p
 }
 
 void World::unshare(RequestStream* rs) {
+    if (!rs->rare) return;
     const Name* const id = rs->request->id.get();
-    for (const RequestStream::Share& s : rs->shared) {
+    for (const RequestStream::Share& s : rs->rare->shared) {
         sharers.erase({id, s.pool, s.index, s.incarnation, s.share_epoch});
         sharers.erase({rs, s.pool, s.index, 0, 0});
         if (const Page* page = s.pool->find(s.index); page != nullptr && page->is(Page::kShared))
             sharers.erase({id, s.pool, s.index, s.pool->incarnation, page->share_epoch});
     }
-    rs->shared.clear();
+    rs->rare->shared.clear();
 }
 
 bool World::readable_by(const Pool* pool, std::uint64_t index, const Page& page, const RequestStream* rs) {
@@ -348,8 +366,7 @@ bool World::readable_by(const Pool* pool, std::uint64_t index, const Page& page,
 
 void World::drop_transfer(Transfer* transfer) {
     const Ref<Transfer> keep(transfer);
-    auto& of_request = transfer->request()->transfers;
-    std::erase_if(of_request, [&](const Ref<Transfer>& other) { return other == transfer; });
+    if (transfer->request()->transfers.remove(transfer)) release(transfer);
     unlist_incoming(transfer);
     if (!transfer->sent) {
         unlist_outgoing(transfer);
@@ -357,37 +374,52 @@ void World::drop_transfer(Transfer* transfer) {
     }
     if (!transfer->in_flight) return;
     transfer->in_flight = false;
-    transfers.erase(transfer);
+    transfers.erase(transfer, transfer->hash);
     (transfer->previous != nullptr ? transfer->previous->next : first_transfer) = transfer->next;
     (transfer->next != nullptr ? transfer->next->previous : last_transfer) = transfer->previous;
     transfer->previous = transfer->next = nullptr;
     const std::string_view base = base_of(transfer->id);
     if (!base.empty()) {
-        if (const auto at = pieces.find(std::string(base)); at != pieces.end()) {
-            std::erase(at->second, transfer);
-            if (at->second.empty()) {
-                pieces.erase(at);
-                done.put(base, transfer->pool->id, settings.max_ended);
-            }
+        const std::uint64_t bare = hash(base);
+        if (Pieces* const all = pieces.find(base, bare); all != nullptr && all->begun.remove(transfer) && all->begun.empty()) {
+            pieces.erase(all, bare);
+            pieces_pool.destroy(all);
+            done.put(bare, transfer->pool->hash, settings.max_ended);
         }
     }
-    done.put(transfer->id, transfer->pool->id, settings.max_ended);
+    done.put(transfer->hash, transfer->pool->hash, settings.max_ended);
     release(transfer);  // the tables' own
 }
 
-void World::unlist_incoming(Transfer* transfer) {
-    const Pool* const to = transfer->pool;
-    each_page({transfer->into.begin(), transfer->into.size()}, [&](std::uint64_t index) {
-        const IncomingKey key{to, index};
-        auto* const writers = incoming.find(key);
-        if (writers != nullptr && writers->remove(transfer) && writers->empty()) incoming.erase(key);
+// A page's own count is of every time that it is named, so it is at least that of the transfers: enough to tell that
+// there are few.
+void World::list_incoming(Transfer* transfer) {
+    transfer->into_end = transfer->pool->end();
+    transfer->each_into([&](std::uint64_t index) {
+        if (Page* const page = transfer->pool->slot(index); page != nullptr && page->incoming < Page::kMaxIncoming)
+            ++page->incoming;
     });
-    transfer->into.clear();
+}
+
+void World::unlist_incoming(Transfer* transfer) {
+    transfer->each_into([&](std::uint64_t index) {
+        Page* const page = transfer->pool->slot(index);
+        if (page != nullptr && page->incoming != 0 && page->incoming < Page::kMaxIncoming) --page->incoming;
+    });
+    transfer->into_end = 0;
+}
+
+std::size_t World::count_incoming(const Pool* pool, std::uint64_t index) const {
+    if (const Page* const page = pool->slot(index); !pool->lost_count && (page == nullptr || page->incoming < kMaxPageTransfers))
+        return page == nullptr ? 0 : page->incoming;
+    std::size_t count = 0;
+    for (const Transfer* t = first_transfer; t != nullptr; t = t->next) count += t->goes_into(pool, index);
+    return count;
 }
 
 void World::unlist_outgoing(Transfer* transfer) {
     Pool* const from = transfer->source_pool;
-    const Pages pages = transfer->pages.view();
+    const Pages& pages = transfer->pages;
     for (std::uint32_t i = 0; i < pages.runs(); ++i) {
         // All that it can be listed at, whatever size was announced meanwhile.
         const Pages::Run run = pages.run(i);
@@ -403,10 +435,11 @@ void World::unlist_outgoing(Transfer* transfer) {
 void World::drop_late(Late* late) {
     const Ref<Late> keep(late);
     const auto same = [&](const Ref<Late>& other) { return other == late; };
-    if (auto& lates = late->rs->late; lates) {
-        if (const auto at = lates->find({late->pool, late->index}); at != lates->end()) {
+    if (late->rs->has_lates()) {
+        auto& lates = late->rs->rare->late;
+        if (const auto at = lates.find({late->pool, late->index}); at != lates.end()) {
             std::erase_if(at->second, same);
-            if (at->second.empty()) lates->erase(at);
+            if (at->second.empty()) lates.erase(at);
         }
     }
     if (late->page != nullptr && late->page->links != nullptr) {

@@ -41,14 +41,12 @@ inline std::uint64_t hash_of(const ShareKey& k, const Hash& hash) {
                     k.index << 1);
 }
 
-struct IncomingKey {
-    const Pool* pool = nullptr;
-    std::uint64_t index = 0;
-    bool operator==(const IncomingKey& o) const { return pool == o.pool && index == o.index; }
+// The pieces of a transfer that have begun, as they came; gone when all are over.
+struct Pieces {
+    std::string base;
+    SmallVec<Transfer*, 4> begun;
+    std::string_view key() const { return base; }
 };
-inline std::uint64_t hash_of(const IncomingKey& k, const Hash& hash) {
-    return hash(reinterpret_cast<std::uintptr_t>(k.pool), k.index);
-}
 
 struct Nothing {};
 
@@ -62,17 +60,18 @@ inline std::uint64_t hash_of(const IdHash& id, const Hash&) { return id.value; }
 // one 64-bit hash are taken for one.
 class Remembered {
   public:
-    explicit Remembered(const Hash& hash) : hash_(hash) {}
-    void put(std::string_view id, std::string_view pool, std::size_t limit);
-    bool has(std::string_view id) { return pools_.find({hash_(id) | 1}) != nullptr; }
-    bool went_to(std::string_view id, std::string_view pool) {
-        const IdHash* const known = pools_.find({hash_(id) | 1});
-        return known != nullptr && known->value == hash_(pool);
+    explicit Remembered(const Hash& hash) : pools_(hash) {}
+    // All by the hashes of the ids.
+    void put(std::uint64_t id, std::uint64_t pool, std::size_t limit);
+    bool has(std::uint64_t id) { return pools_.find({id | 1}) != nullptr; }
+    bool went_to(std::uint64_t id, std::uint64_t pool) {
+        const IdHash* const known = pools_.find({id | 1});
+        return known != nullptr && known->value == pool;
     }
+    bool empty() const { return pools_.size() == 0; }
 
   private:
-    const Hash& hash_;
-    Table<IdHash, IdHash> pools_{hash_};
+    Table<IdHash, IdHash> pools_;
     std::vector<IdHash> order_;  // a circle once it is full
     std::size_t oldest_ = 0;
 };
@@ -105,26 +104,28 @@ struct World {
     std::int64_t now_ns = 0;
 
     Names request_names{hash}, tenant_names{hash}, pool_names{hash};
+    Blocks memory;  // of requests' lists, and of copies of begins
     TaintGraph taints{hash, tenant_names};
     Ref<Taint> public_label;
 
     // Objects by what they are; freed all at once at the end.
-    ObjectPool<RequestStream> request_streams;
     ObjectPool<Request> request_pool;
+    ObjectPool<RequestStream> request_streams;  // goes before those that they name
     ObjectPool<Transfer> transfer_pool;
     ObjectPool<Late> late_pool;
     ObjectPool<Links> links_pool;
     std::vector<LabelRead> labels_read;  // of one record; kept for its memory
+    std::vector<Taint*> labels_tasted;
     std::uint64_t serial = 0;
 
     Index<StreamName> stream_names{hash};
     Index<Pool> pools{hash};
     Index<Transfer> transfers{hash};
     Table<ShareKey, Nothing> sharers{hash};
-    Table<IncomingKey, SmallVec<Transfer*, 2>> incoming{hash};  // transfers begun that write to a page, not yet ended there
     std::vector<std::unique_ptr<StreamName>> all_stream_names;
     std::vector<std::unique_ptr<Pool>> all_pools;  // as they came
-    std::unordered_map<std::string, std::vector<Transfer*>> pieces;  // bare id -> pieces begun, as they came
+    Index<Pieces> pieces{hash};  // by the bare id
+    ObjectPool<Pieces> pieces_pool;
     Remembered done{hash}, given_up{hash};
     std::vector<std::pair<std::int64_t, Ref<Late>>> suspects;
     std::unordered_map<std::string, std::shared_ptr<Finding>> findings;
@@ -186,8 +187,9 @@ struct World {
 
     // The record's request on the record's stream, made if need be.
     RequestStream* request(const Record& record, Stream& stream, Request* known);
-    Request* find_request(std::string_view id) const {
-        const Name* name = request_names.find(id);
+    Request* find_request(std::string_view id) const { return find_request(id, hash(id)); }
+    Request* find_request(std::string_view id, std::uint64_t hash) const {
+        const Name* name = request_names.find(id, hash);
         return name != nullptr ? name->request : nullptr;
     }
     Ref<Taint> own_label(Request* request, Name* tenant);
@@ -210,7 +212,10 @@ struct World {
     bool readable_by(const Pool* pool, std::uint64_t index, const Page& page, const RequestStream* rs);
 
     void drop_transfer(Transfer* transfer);
+    void list_incoming(Transfer* transfer);
     void unlist_incoming(Transfer* transfer);
+    // How many transfers in flight that have not ended there name the page as destination.
+    std::size_t count_incoming(const Pool* pool, std::uint64_t index) const;
     void unlist_outgoing(Transfer* transfer);
     void drop_late(Late* late);
 
@@ -244,17 +249,27 @@ void end_sent(World&, const Record&, const Where&);
 void end_received(World&, Stream&, RequestStream*, const Record&, const Where&);
 // Whether a receiver's end must wait: for the transfer of its own id.
 bool missing_begin(World&, const Record&);
+bool missing_begin(World&, const Record&, std::uint64_t hash);  // of the transfer's id
 std::string_view base_of(std::string_view transfer);  // of ID/0: ID; "" of what is no piece
 // late
-void settle(World&, Page&, const Clock*);
+void settle_late(World&, Page&, const Clock*);
+inline void settle(World& world, Page& page, const Clock* clock) {
+    if (page.links != nullptr && !page.links->late.empty()) settle_late(world, page, clock);
+}
 void gave_up(World&, RequestStream*, Pool*, std::uint64_t index, Page&, const Where&);
 void suspect(World&, RequestStream*, Pool*, std::uint64_t index, Page*, const Where* released, Transfer*);
 void bind(World&, Late*, Transfer*);
-void taken_again(World&, RequestStream*, Pool*, std::uint64_t index);
+void take_late_again(World&, RequestStream*, Pool*, std::uint64_t index);
+inline void taken_again(World& world, RequestStream* rs, Pool* pool, std::uint64_t index) {
+    if (rs->has_lates()) take_late_again(world, rs, pool, index);
+}
 void confirm(World&, Late*);
 void judge(World&, Late*);
 void arrived(World&, Late*, const Where&);
-void new_owner(World&, RequestStream*, Page&);
+void new_owner_of_late(World&, RequestStream*, Page&);
+inline void new_owner(World& world, RequestStream* rs, Page& page) {
+    if (page.links != nullptr && !page.links->late.empty()) new_owner_of_late(world, rs, page);
+}
 void over_elsewhere(World&, Request*);
 // lifecycle
 inline constexpr const char* kCannotVouch =
