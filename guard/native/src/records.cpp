@@ -50,22 +50,43 @@ const char* check_pages(const Pages& pages) {
     return total > KVG_MAX_PAGES ? "more pages than one record may name" : nullptr;
 }
 
+bool is_hex(unsigned char c) {
+    return static_cast<unsigned char>(c - '0') < 10 || static_cast<unsigned char>(c - 'a') < 6;
+}
+
+// Comma-separated lower-case hexadecimal, `count` of them, none empty.
 bool is_digests(std::string_view text, std::uint32_t count) {
     if (text.empty()) return count == 0;
-    // Without branches, for the compiler to take many characters at once.
-    std::uint32_t commas = 0;
-    unsigned char wrong = text.front() == ',' || text.back() == ',';
-    for (std::size_t i = 0; i < text.size(); ++i) {
-        const auto c = static_cast<unsigned char>(text[i]);
-        const auto comma = static_cast<unsigned char>(c == ',');
-        const auto digit = static_cast<unsigned char>(static_cast<unsigned char>(c - '0') < 10);
-        const auto letter = static_cast<unsigned char>(static_cast<unsigned char>(c - 'a') < 6);
-        wrong |= (comma | digit | letter) ^ 1;
-        commas += comma;
+    if (text.front() == ',' || text.back() == ',') return false;
+    // Sixteen characters at once.
+    typedef unsigned char Characters __attribute__((vector_size(16)));
+    typedef signed char Masks __attribute__((vector_size(16)));
+    const auto load = [&](std::size_t at) {
+        Characters c;
+        std::memcpy(&c, text.data() + at, sizeof c);
+        return c;
+    };
+    Masks wrong{};
+    std::size_t commas = 0, i = 0;
+    while (i + sizeof(Characters) < text.size()) {
+        Masks found{};  // minus the commas in each place: flushed before it overflows
+        for (int round = 0; round < 127 && i + sizeof(Characters) < text.size(); ++round, i += sizeof(Characters)) {
+            const Characters c = load(i);
+            const Masks comma = c == ',';
+            wrong |= ~(comma | (c - '0' < 10) | (c - 'a' < 6)) | (comma & (load(i + 1) == ','));
+            found += comma;
+        }
+        for (std::size_t place = 0; place < sizeof found; ++place) commas -= static_cast<std::size_t>(found[place]);
     }
-    for (std::size_t i = 1; i < text.size(); ++i)
-        wrong |= static_cast<unsigned char>(text[i - 1] == ',') & static_cast<unsigned char>(text[i] == ',');
-    return wrong == 0 && commas + 1 == count;
+    std::uint64_t halves[2];
+    std::memcpy(halves, &wrong, sizeof halves);
+    if ((halves[0] | halves[1]) != 0) return false;
+    for (; i < text.size(); ++i) {
+        const auto c = static_cast<unsigned char>(text[i]);
+        if (c == ',' ? text[i + 1] == ',' : !is_hex(c)) return false;
+        commas += c == ',';
+    }
+    return commas + 1 == count;
 }
 
 bool is_zeros(const char* p, std::size_t n) {
@@ -130,6 +151,7 @@ const char* parse(const void* data, std::size_t size, Record& out) {
     out.digests = {};
     out.digest_count = 0;
     out.bytes = {p, h.bytes};
+    out.request_hash = out.transfer_hash = 0;
     if (kind == KVG_POOL) {
         if (at + 16 != h.bytes) return "its length is not its own";
         std::memcpy(&out.page_bytes, p + at, 8);

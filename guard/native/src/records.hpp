@@ -51,6 +51,8 @@ struct Record {
     std::string_view digests;
     std::uint32_t digest_count = 0;
     std::string_view bytes;  // the whole of it
+    // A ledger's own hashes of the request's and the transfer's id, once it has looked ahead; 0 until then.
+    std::uint64_t request_hash = 0, transfer_hash = 0;
 
     // The pool meant, the default resolved.
     std::string_view pool_id() const { return pool.empty() ? stream : pool; }

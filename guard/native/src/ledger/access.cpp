@@ -276,6 +276,7 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
 void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     if (record.extra < 200 || record.extra >= 300) return;
     const Ref<Name> name(world.pool_name(record, stream.name));
+    rs->request->responded = true;
     keep_looked(world, rs, rs->responses, where, name.get(), {}, 0);
     const Ref<Name> keep = world.tenant_of(rs, record);
     Name* const tenant = keep.get();
@@ -289,7 +290,11 @@ void respond(World& world, Stream& stream, RequestStream* rs, const Record& reco
 }
 
 void crossing(World& world, Request* request) {
+    if (!request->responded) return;
+    const Taint* const own = request->own.get();
+    const Name* const tenant = own != nullptr ? own->origins[0].tenant : nullptr;
     for (RequestStream* reader : request->streams) {
+        if (reader->label.get() == own && reader->tenant.get() == tenant) continue;
         if (!world.taints.foreign(reader->label->tenants, reader->tenant.get())) continue;
         for (RequestStream* rs : request->streams) {
             if (rs == reader || rs->responses.empty()) continue;

@@ -280,7 +280,7 @@ struct Ledger::Impl {
         stream.time_ns = std::max(stream.time_ns, record.time_ns);
         time_ns = std::max(time_ns, record.time_ns);
         find_leaks(stream, stream.time_ns);
-        Request* const request = record.request.empty() ? nullptr : world.find_request(record.request);
+        Request* const request = record.request.empty() ? nullptr : world.find_request(record.request, world.request_hash(record));
         if (const auto limit = exceeded(world, stream, record, request)) {
             drop(*limit, where);
         } else if (record.kind == KVG_POOL) {

@@ -58,7 +58,7 @@ void settle_late(World& world, Page& page, const Clock* clock) {
     world.tidy(page);
 }
 
-void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
+void gave_up_unwritten(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
     SmallVec<Transfer*, 4> writers;
     for (Transfer* transfer : rs->request->transfers)
         if (transfer->goes_into(pool, index)) writers.push_back(transfer);
@@ -87,6 +87,7 @@ void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
     }
     late->taint = world.taints.pending();
     rs->more().late[{pool, index}].push_back(late);
+    rs->request->suspected = true;
     if (page != nullptr) {
         auto& lates = world.links(*page).late;
         lates.push_back(late);
@@ -175,6 +176,12 @@ void new_owner_of_late(World& world, RequestStream* rs, Page& page) {
 }
 
 void over_elsewhere(World& world, Request* request) {
+    if (!request->suspected) {
+        // What follows has a pool for each of several streams.
+        if (request->names.size() > 1)
+            for (StreamName* name : request->names) world.own_pool(name, false);
+        return;
+    }
     for (RequestStream* rs : request->streams) {
         bool any = false, all = true;
         for (const RequestStream* other : request->streams) {

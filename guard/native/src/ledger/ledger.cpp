@@ -11,7 +11,7 @@ Ledger::~Ledger() {
     tearing_down = false;
 }
 
-void Ledger::expect(const Record& record) { impl_->lookahead.expect(record); }
+void Ledger::expect(Record& record) { impl_->lookahead.expect(record); }
 void Ledger::feed(const Record& record, std::int64_t now_ns) { impl_->feed(record, now_ns); }
 void Ledger::advance(std::int64_t now_ns) { impl_->advance(now_ns); }
 void Ledger::finish() { impl_->finish(); }

@@ -144,7 +144,7 @@ class Ledger {
     // A KVG_PLACE record only takes its place in the stream.
     void feed(const Record& record, std::int64_t now_ns);
     // A hint, for speed alone: the record will be fed some records from now.
-    void expect(const Record& record);
+    void expect(Record& record);
     static constexpr std::size_t kAhead = 10;  // as far ahead as it is worth while
     // Time passes: gives up what should have come by now, and looks for leaks.
     void advance(std::int64_t now_ns);

@@ -73,7 +73,7 @@ void admit(World& world, Stream& stream, RequestStream* rs, const Record& record
     rs->more().prompt_tokens = record.tokens;
 }
 
-void went_on(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+void went_on_after_all(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     if (rs->ended && needs_life(record.kind)) {
         Pool* const pool = world.pool_of(record, stream.name);
         Evidence pages;
@@ -102,7 +102,7 @@ void request_end(World& world, Stream& stream, RequestStream* rs, const Record& 
     if (!rs->ended || rs->ended_unseen) {
         if (world.witness != nullptr && !rs->ended)
             world.witness->ended(rs->request->id->key(), stream.name->text);
-        rs->ended = true;
+        rs->set_ended();
         rs->ended_unseen = false;
     }
     Request* const request = rs->request;
@@ -181,7 +181,7 @@ void restart(World& world, Stream& stream) {
         });
         world.unshare(rs);
         if (!rs->ended) {
-            rs->ended = true;
+            rs->set_ended();
             if (world.witness != nullptr) world.witness->ended(request->id->key(), stream.name->text);
         }
         world.note_over(request.get());
@@ -194,6 +194,7 @@ void restart(World& world, Stream& stream) {
 void reborn(World& world, RequestStream* rs) {
     Request* const request = rs->request;
     rs->leave();
+    request->names.remove(rs->stream);
     request->streams.remove(rs);
     request->more().former.push_back(rs);
     world.unend(request);

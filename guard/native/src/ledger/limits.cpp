@@ -42,6 +42,25 @@ bool crowded(World& world, const Pool* source, const Pool* destination, const Re
     return full;
 }
 
+std::optional<Limit> exceeded_by_begin(World& world, const Record& record, Pool* pool) {
+    const Settings& settings = world.settings;
+    Pool* const peer = world.find_pool(record.peer_pool);
+    const bool same = record.peer_pool == record.pool_id();
+    const std::size_t fresh = (pool == nullptr) + (peer == nullptr && !same);
+    if (fresh > 0 && world.all_pools.size() + fresh > settings.max_pools) return Limit::pools;
+    std::vector<std::uint64_t> here, there;
+    touch(world, pool, record.pages, here);
+    touch(world, peer, record.peer_pages, same ? here : there);
+    const std::size_t blocks = here.size() + there.size();
+    if (blocks != 0 && (world.blocks + blocks) * kBlockPages > settings.max_pages) return Limit::pages;
+    if (world.transfers.size() >= settings.max_transfers && world.transfers.find(record.transfer) == nullptr)
+        return Limit::transfers;
+    if (crowded(world, pool, peer, record)) return Limit::page_transfers;
+    if (!here.empty()) keep(world, pool != nullptr ? pool : world.pool(record.pool_id()), here);
+    if (!there.empty()) keep(world, peer != nullptr ? peer : world.pool(record.peer_pool), there);
+    return {};
+}
+
 }  // namespace
 
 std::optional<Limit> exceeded(World& world, Stream& stream, const Record& record, Request* request) {
@@ -55,25 +74,15 @@ std::optional<Limit> exceeded(World& world, Stream& stream, const Record& record
             if (rs == nullptr || rs->gone) return Limit::request_streams;
         }
     }
-    const bool begins = record.kind == KVG_TRANSFER_BEGIN;
     Pool* const pool = record.pool.empty() ? stream.name->own_pool : world.find_pool(record.pool);
-    Pool* const peer = begins ? world.find_pool(record.peer_pool) : nullptr;
-    const bool same = begins && record.peer_pool == record.pool_id();
-    const std::size_t fresh = (pool == nullptr) + (begins && peer == nullptr && !same);
-    if (fresh > 0 && world.all_pools.size() + fresh > settings.max_pools) return Limit::pools;
-    if (!record.has_pages()) return {};
-    std::vector<std::uint64_t> here, there;
-    touch(world, pool, record.pages, here);
-    if (begins) touch(world, peer, record.peer_pages, same ? here : there);
-    const std::size_t blocks = here.size() + there.size();
-    if (blocks != 0 && (world.blocks + blocks) * kBlockPages > settings.max_pages) return Limit::pages;
-    if (begins) {
-        if (world.transfers.size() >= settings.max_transfers && world.transfers.find(record.transfer) == nullptr)
-            return Limit::transfers;
-        if (crowded(world, pool, peer, record)) return Limit::page_transfers;
-    }
-    if (!here.empty()) keep(world, pool != nullptr ? pool : world.pool(record.pool_id()), here);
-    if (!there.empty()) keep(world, peer != nullptr ? peer : world.pool(record.peer_pool), there);
+    if (record.kind == KVG_TRANSFER_BEGIN) return exceeded_by_begin(world, record, pool);
+    if (pool == nullptr && world.all_pools.size() + 1 > settings.max_pools) return Limit::pools;
+    if (!record.has_pages() || (pool != nullptr && pool->complete())) return {};
+    std::vector<std::uint64_t> blocks;
+    touch(world, pool, record.pages, blocks);
+    if (blocks.empty()) return {};
+    if ((world.blocks + blocks.size()) * kBlockPages > settings.max_pages) return Limit::pages;
+    keep(world, pool != nullptr ? pool : world.pool(record.pool_id()), blocks);
     return {};
 }
 

@@ -16,7 +16,16 @@ const Request* Lookahead::request(const Hint& hint) const {
     return name != nullptr ? name->request : nullptr;
 }
 
-void Lookahead::expect(const Record& record) {
+void Lookahead::expect(Record& record) {
+    if (!record.request.empty()) {
+        record.request_hash = world_.hash(record.request);
+        world_.request_names.prefetch(record.request_hash, record.kind == KVG_ADMIT);
+    }
+    if (!record.transfer.empty()) {
+        record.transfer_hash = world_.hash(record.transfer);
+        world_.transfers.prefetch(record.transfer_hash);
+        if (record.kind == KVG_TRANSFER_END) world_.done.prefetch(record.transfer_hash);
+    }
     // What is small is in the processor's cache anyway.
     const bool many = world_.requests_known - world_.requests_ended > kFewRequests;
     if (!many && world_.blocks <= kFewBlocks) return;
@@ -27,10 +36,7 @@ void Lookahead::expect(const Record& record) {
         now.stream = streams_.find(record.stream);
     }
     now.named = many && !record.request.empty();
-    if (now.named) {
-        now.hash = world_.hash(record.request);
-        world_.request_names.prefetch(now.hash);
-    }
+    now.hash = record.request_hash;
     now.pages = 0;
     if (now.stream != nullptr && record.pool.empty() && record.has_pages())
         if (const Pool* const pool = now.stream->name->own_pool; pool != nullptr)

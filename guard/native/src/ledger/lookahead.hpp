@@ -14,7 +14,7 @@ class Lookahead {
   public:
     Lookahead(const World& world, const Index<Stream>& streams) : world_(world), streams_(streams) {}
 
-    void expect(const Record& record);
+    void expect(Record& record);
 
   private:
     static constexpr std::size_t kSteps = 16;  // more than Ledger::kAhead

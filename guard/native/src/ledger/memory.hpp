@@ -285,7 +285,6 @@ class Index {
         ++size_;
     }
     void erase(T* object) { erase(object, hash_(object->key())); }
-    // hash: its lower half is enough.
     void erase(T* object, std::uint64_t hash) {
         std::size_t i = hash & mask();
         while (slots_[i].object != object) {
@@ -378,6 +377,8 @@ class Table {
         if (slots_.size() > 1024 && 16 * size_ < slots_.size()) shrink();
         return true;
     }
+    // For those who look ahead: asks for the place of a key.
+    void prefetch(const Key& key) const { __builtin_prefetch(&slots_[hash_of(key, hash_) & mask()], 1); }
     std::size_t size() const { return size_; }
     std::size_t bytes() const { return slots_.size() * sizeof(Slot); }
 

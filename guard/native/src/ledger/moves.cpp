@@ -197,7 +197,7 @@ bool begun_before(World& world, const RequestStream* rs) {
 // A transfer, or pieces of one, ended here and did not begin.
 void unknown(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where,
              const Pages& never_sent) {
-    world.given_up.put(world.hash(record.transfer), world.hash(record.pool_id()), world.settings.max_ended);
+    world.given_up.put(world.transfer_hash(record), world.hash(record.pool_id()), world.settings.max_ended);
     // A receiver whose sender died cannot know whether it had begun; nothing is said to have arrived.
     if (record.status != KVG_OK) return;
     ++world.gaps;
@@ -357,7 +357,7 @@ std::string_view base_of(std::string_view transfer) {
 }
 
 void begin(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
-    const std::uint64_t hash = world.hash(record.transfer);
+    const std::uint64_t hash = world.transfer_hash(record);
     if (Transfer* const earlier = world.transfers.find(record.transfer, hash); earlier != nullptr)
         world.drop_transfer(earlier);
     Transfer* const transfer = world.transfer_pool.make(&world);
@@ -412,10 +412,7 @@ void begin(World& world, Stream& stream, RequestStream* rs, const Record& record
 }
 
 bool missing_begin(World& world, const Record& record) {
-    return missing_begin(world, record, world.hash(record.transfer));
-}
-
-bool missing_begin(World& world, const Record& record, std::uint64_t hash) {
+    const std::uint64_t hash = world.transfer_hash(record);
     if (world.transfers.find(record.transfer, hash) != nullptr || world.done.has(hash)) return false;
     const Pieces* const pieces = world.pieces.find(record.transfer, hash);
     if (pieces == nullptr) return true;
@@ -435,7 +432,7 @@ bool missing_begin(World& world, const Record& record, std::uint64_t hash) {
 }
 
 void end_sent(World& world, const Record& record, const Where& where) {
-    const Named named(world, record.transfer, world.hash(record.transfer));
+    const Named named(world, record.transfer, world.transfer_hash(record));
     for (Transfer* transfer : named.all) {
         if (transfer->sent || transfer->where.stream != where.stream) continue;
         transfer->sent = transfer->sent_at_known = true;
@@ -453,7 +450,7 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
     // Only the pool that a transfer goes to can say that it arrived: what another stream says of it is about no
     // transfer that is known.
     const Pool* const mine = record.pool.empty() ? stream.name->own_pool : world.find_pool(record.pool);
-    const std::uint64_t hash = world.hash(record.transfer);
+    const std::uint64_t hash = world.transfer_hash(record);
     bool begun = false;
     Transfers transfers;
     const Named named(world, record.transfer, hash);
@@ -462,7 +459,7 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
         begun = true;
         if (!t->received) transfers.push_back(t);
     }
-    if (begun && ((record.status == KVG_OK && begun_before(world, rs)) || missing_begin(world, record, hash))) {
+    if (begun && ((record.status == KVG_OK && begun_before(world, rs)) || missing_begin(world, record))) {
         std::unordered_set<std::uint64_t> covered;
         for (const Transfer* t : named.all)
             if (t->pool == mine) each_page(t->peer_pages, [&](std::uint64_t index) { covered.insert(index); });

@@ -21,7 +21,8 @@ struct Name {
     std::uint32_t size;
     Request* request;          // of a request's id: the request known by it, if any
     std::uint32_t tenant_set;  // of a tenant's id: the set of it alone, once asked for
-    std::uint32_t hash;        // the lower half of it
+    std::uint64_t hash;
+    bool resting;              // among those that are seldom asked for
     char text[];
 
     std::string_view key() const { return {text, size}; }
@@ -33,36 +34,53 @@ void release(Name* name);
 
 class Names {
   public:
-    explicit Names(const Hash& hash) : index_(hash) {}
+    explicit Names(const Hash& hash) : index_(hash), resting_(hash) {}
     Names(const Names&) = delete;
     Names& operator=(const Names&) = delete;
 
     std::uint64_t hash(std::string_view text) const { return index_.hash(text); }
-    Name* find(std::string_view text) const { return index_.find(text); }
-    Name* find(std::string_view text, std::uint64_t hash) const { return index_.find(text, hash); }
-    void prefetch(std::uint64_t hash) const { index_.prefetch(hash); }
+    Name* find(std::string_view text) const { return find(text, index_.hash(text)); }
+    Name* find(std::string_view text, std::uint64_t hash) const {
+        Name* const name = index_.find(text, hash);
+        return name != nullptr || resting_.size() == 0 ? name : resting_.find(text, hash);
+    }
+    // A name that will seldom be asked for: it is put where it is not in the way of the others.
+    void rest(Name* name) { move(name, true); }
+    void wake(Name* name) { move(name, false); }
+    // For those who look ahead; `fresh` when it is probably not known yet.
+    void prefetch(std::uint64_t hash, bool fresh) const {
+        index_.prefetch(hash);
+        if (fresh) resting_.prefetch(hash);
+    }
+    void prefetch_resting(std::uint64_t hash) const { resting_.prefetch(hash); }
     Name* peek(std::uint64_t hash) const { return index_.peek(hash); }
     // The name, made with no reference to it if it is new: the caller takes one at once.
     Name* intern(std::string_view text) { return intern(text, index_.hash(text)); }
     Name* intern(std::string_view text, std::uint64_t hash) {
-        if (Name* known = index_.find(text, hash); known != nullptr) return known;
+        if (Name* known = find(text, hash); known != nullptr) return known;
         Name* const name = new (memory_.take(size_of(text.size()))) Name{this, 0, static_cast<std::uint32_t>(text.size()), nullptr, 0,
-                     static_cast<std::uint32_t>(hash)};
+                                                                        hash, false};
         std::memcpy(name->text, text.data(), text.size());
         index_.insert(name, hash);
         return name;
     }
-    std::size_t bytes() const { return index_.bytes() + memory_.bytes(); }
+    std::size_t bytes() const { return index_.bytes() + resting_.bytes() + memory_.bytes(); }
 
   private:
     friend void release(Name* name);
     void forget(Name* name) {
-        index_.erase(name, name->hash);
+        (name->resting ? resting_ : index_).erase(name, name->hash);
         memory_.give(name, size_of(name->size));
     }
     static std::size_t size_of(std::size_t text) { return Blocks::size_for(sizeof(Name) + text); }
+    void move(Name* name, bool resting) {
+        if (name->resting == resting) return;
+        (resting ? index_ : resting_).erase(name, name->hash);
+        (resting ? resting_ : index_).insert(name, name->hash);
+        name->resting = resting;
+    }
     Blocks memory_;
-    Index<Name> index_;
+    Index<Name> index_, resting_;
 };
 
 inline void retain(Name* name) { ++name->refs; }

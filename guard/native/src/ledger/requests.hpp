@@ -133,6 +133,7 @@ struct RequestStream {
         if (!rare) rare = std::make_unique<Rare>();
         return *rare;
     }
+    void set_ended();
     bool has_lates() const { return rare && !rare->late.empty(); }
     // The guard missed some of its records.
     bool degraded() const { return marked_degraded || (followed && losses_before != stream->losses); }
@@ -176,16 +177,21 @@ static_assert(sizeof(RequestStream) <= 256);
 
 // One request over all streams. Its streams live and go with it.
 struct Request {
-    explicit Request(World* world, Name* id) : world(world), id(id) {}
+    Request(World* world, Name* id) : world(world), id(id), hash(id->hash) {}
     ~Request();
 
     World* world;
     Ref<Name> id;
-    Ref<Taint> own;  // the label of its own bytes, as its first stream's tenant
+    std::uint64_t hash;  // of its id
+    Ref<Taint> own;      // the label of its own bytes, as its first stream's tenant
     std::uint32_t refs = 0;
     bool known = false;           // in the tables
     bool ended = false;           // in the list of those that are over
-    SmallVec<RequestStream*, 3> streams;
+    bool suspected = false;       // a stream of it had a late writer at some time
+    bool responded = false;       // a stream of it has answered 2xx
+    std::uint32_t open = 0;       // streams of it that it has not ended on
+    SmallVec<StreamName*, 3> names;       // of its streams
+    SmallVec<RequestStream*, 3> streams;  // in the same order
     SmallVec<Transfer*, 1> transfers;  // begun for it and not yet ended on both sides; counted
     // What few have.
     struct Rare {
@@ -199,15 +205,11 @@ struct Request {
     Request *ended_previous = nullptr, *ended_next = nullptr;  // among those over
 
     RequestStream* on(const StreamName* stream) const {
-        for (RequestStream* rs : streams)
-            if (rs->stream == stream) return rs;
+        for (std::uint32_t i = 0; i < names.size(); ++i)
+            if (names[i] == stream) return streams[i];
         return nullptr;
     }
-    bool over() const {
-        for (const RequestStream* rs : streams)
-            if (!rs->ended) return false;
-        return true;
-    }
+    bool over() const { return open == 0; }
     bool owns_nothing() const {
         for (const RequestStream* rs : streams)
             if (!rs->owns_nothing()) return false;
@@ -220,6 +222,11 @@ struct Request {
     bool killed() const;
     RequestSummary summary() const;
 };
+
+inline void RequestStream::set_ended() {
+    if (!ended) --request->open;
+    ended = true;
+}
 
 void retain(Request* request);
 void release(Request* request);

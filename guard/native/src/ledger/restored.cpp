@@ -45,13 +45,14 @@ void Ledger::Impl::restore(const Restored& before) {
             pools.push_back(world.own_pool(stream->name, false));
     for (const Restored::Live& live : before.requests) {
         Request* request = world.find_request(live.request);
-        if (request == nullptr) request = world.make_request(live.request);
+        if (request == nullptr) request = world.make_request(live.request, world.hash(live.request));
         StreamName* const name = world.stream_name(live.stream);
         if (request->on(name) != nullptr) continue;
         RequestStream* const rs = world.follow(request, name, live.tenant);
         rs->marked_degraded = true;
         if (!live.ended) continue;
-        rs->ended = rs->ended_unseen = true;
+        rs->set_ended();
+        rs->ended_unseen = true;
     }
     for (const Restored::Live& live : before.requests)
         if (Request* const request = world.find_request(live.request); request != nullptr) world.note_over(request);

@@ -32,7 +32,7 @@ class PageRuns {
     void add_run(std::uint64_t first, std::uint64_t pages) { runs_.push_back(kvg_run(first, pages)); }
 
   private:
-    SmallVec<std::uint64_t, 2> runs_;
+    SmallVec<std::uint64_t, 32> runs_;
 };
 
 inline bool contains(const Pages& pages, std::uint64_t index) {

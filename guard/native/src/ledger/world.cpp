@@ -84,7 +84,8 @@ void Remembered::put(std::uint64_t id, std::uint64_t pool, std::size_t limit) {
     }
     pools_.erase(order_[oldest_]);
     order_[oldest_] = key;
-    oldest_ = (oldest_ + 1) % order_.size();
+    oldest_ = oldest_ + 1 == order_.size() ? 0 : oldest_ + 1;
+    pools_.prefetch(order_[oldest_]);
 }
 
 // --- the tables
@@ -144,14 +145,6 @@ Page& World::new_page(Pool* pool, std::uint64_t index) {
     return page;
 }
 
-void World::set_owner(Page& page, RequestStream* rs) {
-    if (page.owner == rs) return;
-    if (rs != nullptr) retain(rs);
-    RequestStream* const before = page.owner;
-    page.owner = rs;
-    if (before != nullptr) release(before);
-}
-
 // The label of the request's own bytes: closed, so that one serves all its streams.
 Ref<Taint> World::own_label(Request* request, Name* tenant) {
     if (!request->own) request->own = taints.single(tenant, request->id.get());
@@ -194,14 +187,16 @@ RequestStream* World::follow(Request* request, StreamName* stream, std::string_v
     RequestStream* const rs = request_streams.make(request, stream, name, ++serial);
     rs->losses_before = stream->losses;
     rs->label = own_label(request, name);
+    request->names.push_back(stream);
     request->streams.push_back(rs);
+    ++request->open;
     unend(request);
     if (witness != nullptr) witness->request(request->id->key(), stream->text, tenant);
     return rs;
 }
 
-Request* World::make_request(std::string_view text) {
-    Name* const id = request_names.intern(text);
+Request* World::make_request(std::string_view text, std::uint64_t hash) {
+    Name* const id = request_names.intern(text, hash);
     Request* const request = id->request = request_pool.make(this, id);
     retain(request);
     request->known = true;
@@ -213,7 +208,7 @@ Request* World::make_request(std::string_view text) {
 }
 
 RequestStream* World::request(const Record& record, Stream& stream, Request* known) {
-    Request* const request = known != nullptr ? known : make_request(record.request);
+    Request* const request = known != nullptr ? known : make_request(record.request, request_hash(record));
     if (RequestStream* const rs = request->on(stream.name); rs != nullptr) return rs;
     RequestStream* const rs = follow(request, stream.name, record.tenant);
     // It may have begun in what was missed, unless this is where it begins.
@@ -223,6 +218,11 @@ RequestStream* World::request(const Record& record, Stream& stream, Request* kno
 
 void World::unend(Request* request) {
     if (!request->ended) return;
+    unlink_ended(request);
+    request_names.wake(request->id.get());
+}
+
+void World::unlink_ended(Request* request) {
     request->ended = false;
     (request->ended_previous != nullptr ? request->ended_previous->ended_next : first_ended) = request->ended_next;
     (request->ended_next != nullptr ? request->ended_next->ended_previous : last_ended) = request->ended_previous;
@@ -237,6 +237,7 @@ void World::note_over(Request* request) {
         (last_ended != nullptr ? last_ended->ended_next : first_ended) = request;
         last_ended = request;
         ++requests_ended;
+        request_names.rest(request->id.get());
     }
     while (requests_ended > settings.max_ended) {
         retire(first_ended);
@@ -259,13 +260,14 @@ void World::fetch_retiring() const {
     fetch(first->id.get(), sizeof(Name));
     const Request* const second = first->ended_next;
     if (second == nullptr) return;
+    request_names.prefetch_resting(second->hash);
     for (const RequestStream* rs : second->streams) fetch(rs, sizeof(RequestStream));
     if (const Request* const third = second->ended_next; third != nullptr) fetch(third, sizeof(Request));
 }
 
 void World::retire(Request* request) {
     const Ref<Request> keep(request);
-    unend(request);
+    if (request->ended) unlink_ended(request);
     if (!request->known) return;
     request->known = false;
     request->id->request = nullptr;
@@ -356,10 +358,6 @@ void World::unshare(RequestStream* rs) {
             sharers.erase({id, s.pool, s.index, s.pool->incarnation, page->share_epoch});
     }
     rs->rare->shared.clear();
-}
-
-bool World::readable_by(const Pool* pool, std::uint64_t index, const Page& page, const RequestStream* rs) {
-    return page.is(Page::kValid) && (page.owner == rs || shared_to(pool, index, page, rs->request));
 }
 
 // --- transfers and late writers that are over

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ledger/ledger.hpp"
@@ -69,6 +70,7 @@ class Remembered {
         return known != nullptr && known->value == pool;
     }
     bool empty() const { return pools_.size() == 0; }
+    void prefetch(std::uint64_t id) const { pools_.prefetch({id | 1}); }
 
   private:
     Table<IdHash, IdHash> pools_;
@@ -183,21 +185,33 @@ struct World {
             page.links = nullptr;
         }
     }
-    void set_owner(Page& page, RequestStream* rs);
+    void set_owner(Page& page, RequestStream* rs) {
+        if (page.owner == rs) return;
+        if (rs != nullptr) retain(rs);
+        RequestStream* const before = std::exchange(page.owner, rs);
+        if (before != nullptr) release(before);
+    }
 
     // The record's request on the record's stream, made if need be.
     RequestStream* request(const Record& record, Stream& stream, Request* known);
+    std::uint64_t request_hash(const Record& record) const {
+        return record.request_hash != 0 ? record.request_hash : hash(record.request);
+    }
+    std::uint64_t transfer_hash(const Record& record) const {
+        return record.transfer_hash != 0 ? record.transfer_hash : hash(record.transfer);
+    }
     Request* find_request(std::string_view id) const { return find_request(id, hash(id)); }
     Request* find_request(std::string_view id, std::uint64_t hash) const {
         const Name* name = request_names.find(id, hash);
         return name != nullptr ? name->request : nullptr;
     }
     Ref<Taint> own_label(Request* request, Name* tenant);
-    Request* make_request(std::string_view id);
+    Request* make_request(std::string_view id, std::uint64_t hash);
     RequestStream* follow(Request* request, StreamName* stream, std::string_view tenant);
     void note_over(Request* request);
     void fetch_retiring() const;
     void unend(Request* request);
+    void unlink_ended(Request* request);
     // The record's tenant: its request's on that stream, nearly always.
     Ref<Name> tenant_of(const RequestStream* rs, const Record& record) {
         return rs->tenant->key() == record.tenant ? rs->tenant : Ref<Name>(tenant_names.intern(record.tenant));
@@ -209,7 +223,9 @@ struct World {
     void share_to(RequestStream* rs, Pool* pool, std::uint64_t index, Page& page);
     bool ever_shared(const RequestStream* rs, const Pool* pool, std::uint64_t index);
     void unshare(RequestStream* rs);
-    bool readable_by(const Pool* pool, std::uint64_t index, const Page& page, const RequestStream* rs);
+    bool readable_by(const Pool* pool, std::uint64_t index, const Page& page, const RequestStream* rs) {
+        return page.is(Page::kValid) && (page.owner == rs || shared_to(pool, index, page, rs->request));
+    }
 
     void drop_transfer(Transfer* transfer);
     void list_incoming(Transfer* transfer);
@@ -249,14 +265,17 @@ void end_sent(World&, const Record&, const Where&);
 void end_received(World&, Stream&, RequestStream*, const Record&, const Where&);
 // Whether a receiver's end must wait: for the transfer of its own id.
 bool missing_begin(World&, const Record&);
-bool missing_begin(World&, const Record&, std::uint64_t hash);  // of the transfer's id
 std::string_view base_of(std::string_view transfer);  // of ID/0: ID; "" of what is no piece
 // late
 void settle_late(World&, Page&, const Clock*);
 inline void settle(World& world, Page& page, const Clock* clock) {
     if (page.links != nullptr && !page.links->late.empty()) settle_late(world, page, clock);
 }
-void gave_up(World&, RequestStream*, Pool*, std::uint64_t index, Page&, const Where&);
+void gave_up_unwritten(World&, RequestStream*, Pool*, std::uint64_t index, Page&, const Where&);
+// The request lets go of a page, into which something may still be on its way.
+inline void gave_up(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, Page& page, const Where& where) {
+    if (!rs->request->transfers.empty() || !page.is(Page::kTouched)) gave_up_unwritten(world, rs, pool, index, page, where);
+}
 void suspect(World&, RequestStream*, Pool*, std::uint64_t index, Page*, const Where* released, Transfer*);
 void bind(World&, Late*, Transfer*);
 void take_late_again(World&, RequestStream*, Pool*, std::uint64_t index);
@@ -276,7 +295,10 @@ inline constexpr const char* kCannotVouch =
     "the guard was restarted: it cannot vouch for this pool's pages until they are handed out again";
 void announce(World&, Stream&, const Record&, const Where&);
 void admit(World&, Stream&, RequestStream*, const Record&);
-void went_on(World&, Stream&, RequestStream*, const Record&, const Where&);
+void went_on_after_all(World&, Stream&, RequestStream*, const Record&, const Where&);
+inline void went_on(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    if (rs->ended || rs->over_capacity) went_on_after_all(world, stream, rs, record, where);
+}
 void request_end(World&, Stream&, RequestStream*, const Record&, const Where&);
 void leaked(World&, RequestStream*, const Where&);
 void restart(World&, Stream&);
