@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-from guard.findings import Confidence, Kind
+from guard.findings import Kind
 from guard.ledger import late
 from guard.ledger.pages import Page, PoolState
 from guard.ledger.requests import Request, RequestStream, Where
@@ -201,10 +201,9 @@ def crossing(world: World, request: Request) -> None:
 
 
 def _tainted(world: World, rs: RequestStream, where: Where, pool: str, label: Taint, foreign: set[str]) -> None:
-    reads = [f for f in rs.request.findings if f.kind is Kind.FOREIGN_READ and f.request == rs.request.id]
     world.report(
         Kind.TAINTED_RESPONSE, where, pool, rs, tenants=foreign, requests=world.foreign_requests(label, foreign),
-        degraded=bool(reads) and all(f.confidence is Confidence.DEGRADED for f in reads),
+        degraded=foreign.isdisjoint(label.sure),
         reason="output left for the client after the request had read other tenants' data",
     )  # fmt: skip
 

@@ -249,8 +249,28 @@ void World::fetch_retiring() const {
     if (const Request* const third = second->ended_next; third != nullptr) fetch(third, sizeof(Request));
 }
 
+void World::decide_later(Refusal&& refusal) {
+    Request* const request = refusal.rs->request;
+    undecided.emplace_back(settings.window_ns < 0 ? INT64_MAX : now_ns + settings.window_ns, request);
+    refusals[request].push_back(std::move(refusal));
+}
+
+void World::decide(std::int64_t now_ns) {
+    for (; !undecided.empty() && undecided.front().first <= now_ns; undecided.pop_front()) {
+        const auto waiting = refusals.find(undecided.front().second.get());
+        if (waiting == refusals.end()) continue;  // the request is forgotten
+        judge(*this, waiting->second.front());
+        waiting->second.pop_front();
+        if (waiting->second.empty()) refusals.erase(waiting);
+    }
+}
+
 void World::retire(Request* request) {
     const Ref<Request> keep(request);
+    if (const auto waiting = refusals.find(request); waiting != refusals.end()) {
+        for (Refusal& refusal : waiting->second) judge(*this, refusal);
+        refusals.erase(waiting);
+    }
     unend(request);
     if (!request->known) return;
     request->known = false;
