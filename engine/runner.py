@@ -82,7 +82,7 @@ class Runner:
         wrong = mismatched(self._pool.tags, tables, expected)
         if not bool(wrong.any()):
             return {}
-        parts = zip(chunks, tables.split(counts), wrong.split(counts), strict=True)
+        parts = zip(chunks, torch.split(tables, counts), torch.split(wrong, counts), strict=True)
         return {chunk.sequence: table[part].tolist() for chunk, table, part in parts if bool(part.any())}
 
     def _forward(self, chunks: Seq[Chunk]) -> Tensor:
