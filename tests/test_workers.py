@@ -445,7 +445,8 @@ def test_a_page_that_changes_hands_in_the_middle_of_an_answer_is_refused(start: 
     rig.until(lambda: len(rig.tokens["victim"]) > 3)
     decode = rig.hellos["decode-0"]
     segment = Segment.open(Path(decode.address.removeprefix("shm:")), decode.page_bytes)
-    [alloc] = [r for r in rig.seen(Alloc, "victim") if r.stream == "decode-0"][:1]
+    rig.until(lambda: any(r.stream == "decode-0" for r in rig.seen(Alloc, "victim")))
+    alloc = next(r for r in rig.seen(Alloc, "victim") if r.stream == "decode-0")
     assert isinstance(alloc, Alloc)
     # A late writer of somebody else's pages.
     segment.put(next(iter(alloc.pages)), torch.zeros(decode.page_bytes, dtype=torch.uint8), torch.tensor([1, 2, 3]))
