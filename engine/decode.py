@@ -261,7 +261,7 @@ class DecodeStage:
         for sequence in bars:
             request = self._requests[sequence.request]
             if sequence in refused:
-                self._host.counters["page_refusals"] += 1
+                self._host.refused(sequence, refused[sequence])
                 self._end(request, Outcome.FAILED)
                 self._host.fail(request.name, 500, "kv_page_mismatch", "A KV page was not the request's.")
             elif sequence in chosen:

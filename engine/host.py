@@ -18,7 +18,7 @@ from engine.messages import AnyMessage, Failed, Sampling
 from engine.model.llama import Model
 from engine.pool import PagePool
 from engine.sequence import Sequence
-from guard.records import Free, Outcome, PageSet, Record, RequestEnd, Role, Scrub
+from guard.records import Free, Outcome, PageSet, Record, Refuse, RequestEnd, Role, Scrub
 from hooks.emit import Emitter, context_from_traceparent
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,11 @@ class Host:
             fields["pages"] = PageSet.of(pages)
         record = kind(request=sequence.request, tenant=sequence.tenant, **fields)
         return self.emitter.emit(record, sequence.context)
+
+    def refused(self, sequence: Sequence, pages: list[int]) -> None:
+        """Counts and records that the runner refused pages of a request, before it ends and gives them back."""
+        self.counters["page_refusals"] += 1
+        self.emit(Refuse, sequence, pages)
 
     def end(self, sequence: Sequence, outcome: Outcome) -> None:
         """Records that the request is over here, and ends its span."""

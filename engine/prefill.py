@@ -194,7 +194,7 @@ class PrefillStage:
             request = self._requests[sequence.request]
             self._host.counters["tokens"] += count
             if sequence in refused:
-                self._host.counters["page_refusals"] += 1
+                self._host.refused(sequence, refused[sequence])
                 reason = "A KV page was not the request's."
                 self._give_up(request, Outcome.FAILED, reason, 500, "kv_page_mismatch")
                 continue

@@ -40,14 +40,15 @@ class Runner:
         self._check_tags = check_tags
         self._between_layers = between_layers
 
-    def step(self, chunks: Seq[Chunk]) -> tuple[dict[Sequence, int], set[Sequence]]:
+    def step(self, chunks: Seq[Chunk]) -> tuple[dict[Sequence, int], dict[Sequence, list[int]]]:
         """Computes the chunks and chooses the next token of every sequence that is at its end.
 
         Pages are compared with their tags before the first layer and after the last, because a writer that
         should not be there may come in between.
 
         Returns:
-            The next tokens, and the sequences that read a page which is not theirs: they have got no token.
+            The next tokens, and the sequences that got none because pages are not what they expect, with those
+            pages in the block table's order.
         """
         for chunk in chunks:
             self._tag_new_pages(chunk)
@@ -70,9 +71,9 @@ class Runner:
         if first < stop:
             self._pool.tags[chunk.pages[first:stop]] = chunk.sequence.tags[first:stop]
 
-    def _refused(self, chunks: Seq[Chunk]) -> set[Sequence]:
+    def _refused(self, chunks: Seq[Chunk]) -> dict[Sequence, list[int]]:
         if not self._check_tags:
-            return set()
+            return {}
         counts = [self._pool.pages_for(chunk.stop) for chunk in chunks]
         tables = torch.tensor(
             [page for chunk, count in zip(chunks, counts, strict=True) for page in chunk.pages[:count]]
@@ -80,10 +81,9 @@ class Runner:
         expected = torch.cat([chunk.sequence.tags[:count] for chunk, count in zip(chunks, counts, strict=True)])
         wrong = mismatched(self._pool.tags, tables, expected)
         if not bool(wrong.any()):
-            return set()
-        return {
-            chunk.sequence for chunk, part in zip(chunks, torch.split(wrong, counts), strict=True) if bool(part.any())
-        }
+            return {}
+        parts = zip(chunks, torch.split(tables, counts), torch.split(wrong, counts), strict=True)
+        return {chunk.sequence: table[part].tolist() for chunk, table, part in parts if bool(part.any())}
 
     def _forward(self, chunks: Seq[Chunk]) -> Tensor:
         """[chunks, vocab]: scores of the token after each chunk."""

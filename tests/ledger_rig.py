@@ -27,6 +27,7 @@ from guard.records import (
     Pool,
     Read,
     Record,
+    Refuse,
     RequestEnd,
     Respond,
     Role,
@@ -158,6 +159,9 @@ class Rig:
     def read(self, stream: str, request: str, at: str, tokens: int | None = None, *, feed: bool = True) -> Record:
         tokens = len(pages(at)) * TOKENS if tokens is None else tokens
         return self.emit(stream, Read(**who(request), pages=pages(at), tokens=tokens), feed=feed)
+
+    def refuse(self, stream: str, request: str, at: str, *, feed: bool = True) -> Record:
+        return self.emit(stream, Refuse(**who(request), pages=pages(at)), feed=feed)
 
     def free(self, stream: str, request: str, at: str, *, feed: bool = True) -> Record:
         return self.emit(stream, Free(**who(request), pages=pages(at)), feed=feed)

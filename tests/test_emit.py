@@ -81,6 +81,7 @@ EVERY_KIND = [
     r.Cache(**IDS, pages=PageSet.parse("0")),
     r.Scrub(pages=PageSet.parse("1-3")),
     r.Scrub(**IDS, pages=PageSet.parse("1-3")),
+    r.Refuse(**IDS, pages=PageSet.parse("4,2")),
     r.RequestEnd(**IDS, outcome=r.Outcome.REJECTED),
     r.Respond(**IDS, status=200, tokens=1),
     r.Respond(**IDS, status=503, tokens=4, final=True),

@@ -26,6 +26,7 @@ from guard.records import (
     Pool,
     Read,
     Record,
+    Refuse,
     RequestEnd,
     Respond,
     Role,
@@ -122,6 +123,14 @@ class Garbage:
             status=self.rng.choice([TransferStatus.OK, *TransferStatus]),
         )  # fmt: skip
 
+    def refuse(self, stream: str) -> Record:
+        """Mostly of what was written on the stream lately."""
+        written = [r for r in self.log[-20:] if isinstance(r, Write | TransferEnd) and r.stream == stream]
+        if not written or self.rng.random() < 0.3:
+            return Refuse(**self.who(), pages=self.pages())
+        last = self.rng.choice(written)
+        return Refuse(request=last.request, tenant=last.tenant, pool=last.pool, pages=last.pages)
+
     def record(self, stream: str) -> Record:
         make: list[Any] = [
             lambda: Admit(**self.who(), tokens=self.rng.randint(0, 30)),
@@ -138,6 +147,7 @@ class Garbage:
             self.transfer_end,
             lambda: Read(**self.who(), pages=self.pages(), tokens=self.rng.randint(0, 16)),
             lambda: Read(**self.who(), pages=self.pages(), tokens=self.rng.randint(0, 16)),
+            lambda: self.refuse(stream),
             lambda: Free(**self.who(), pages=self.pages()),
             lambda: Cache(**self.who(), pages=self.pages()),
             lambda: Scrub(pages=self.pages()),

@@ -30,6 +30,7 @@ from guard.records import (
     Pool,
     Read,
     Record,
+    Refuse,
     Role,
     Share,
     TransferBegin,
@@ -74,8 +75,13 @@ def some_settings(rng: random.Random, *, tight: bool, live: bool) -> LedgerSetti
     return LedgerSettings.model_validate(values)
 
 
+def refused_instead(read: Read) -> Refuse:
+    """The worker's check of tags refuses what it was about to read."""
+    return Refuse(**{name: getattr(read, name) for name in Refuse.__struct_fields__})
+
+
 def disturbed(records: list[Record], rng: random.Random) -> list[Record]:
-    """The order of arrival, with some records lost, repeated, changed under their number, or only a place."""
+    """The order of arrival, with some records lost, repeated, changed, or only a place."""
     arrived: list[Record] = []
     for record in records:
         luck = rng.random()
@@ -83,6 +89,8 @@ def disturbed(records: list[Record], rng: random.Random) -> list[Record]:
             continue
         if luck < 0.02:
             record = Record(stream=record.stream, epoch=record.epoch, seq=record.seq, time_ns=record.time_ns)
+        elif isinstance(record, Read) and luck < 0.15:
+            record = refused_instead(record)
         arrived.append(record)
         if luck > 0.98:
             again = rng.choice(arrived[-20:])

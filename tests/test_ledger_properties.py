@@ -26,6 +26,7 @@ from guard.records import (
     PageSet,
     Read,
     Record,
+    Refuse,
     RequestEnd,
     Respond,
     Share,
@@ -397,6 +398,28 @@ def unverified(b: Bug) -> set[tuple[Kind, str]]:
     return {(Kind.UNVERIFIED_TRANSFER, who["request"])}
 
 
+def tag_lost(b: Bug) -> set[tuple[Kind, str]]:
+    """The check of tags refuses a page that was handed over as it should be."""
+    src, dst = b.room(b.p, 2), b.room(b.d, 2)
+    who = b.ids("tenant-w")
+    b.landed(who, src, dst, "x-tag")
+    b.read(who, dst)
+    b.m.emit(b.d, Refuse(**who, pages=PageSet.of(dst[1:])))
+    b.over(b.d, who, dst, Outcome.FAILED)
+    return {(Kind.HOOK_DIVERGENCE, who["request"])}
+
+
+def refused_row(b: Bug) -> set[tuple[Kind, str]]:
+    """A block table has another tenant's page in it, and the check of tags refuses it."""
+    src, dst = b.room(b.p, 2), b.room(b.d, 4)
+    b.victim(src, dst[:2])
+    who = b.ids("tenant-w")
+    b.landed(who, src, dst[2:], "x-row")
+    b.m.emit(b.d, Refuse(**who, pages=PageSet.of(dst[1:2])))
+    b.over(b.d, who, dst[2:], Outcome.FAILED)
+    return {(Kind.FOREIGN_READ, who["request"]), (Kind.STALE_READ, who["request"])}
+
+
 def lost(b: Bug) -> set[tuple[Kind, str]]:
     who = b.ids("tenant-w")
     b.m.emit(b.d, Admit(**who, tokens=1))
@@ -408,7 +431,8 @@ def lost(b: Bug) -> set[tuple[Kind, str]]:
 BUGS: list[Callable[[Bug], set[tuple[Kind, str]]]] = [
     swallowed_reject, freed_under_the_writer, freed_under_another_workers_writer, freed_before_the_begin,
     freed_before_another_workers_begin, lease_expired, not_yet_visible, half_sent, handed_out_twice,
-    shared_across, wrong_page, after_the_end, too_large, never_given_back, unscrubbed, unverified, lost,
+    shared_across, wrong_page, after_the_end, too_large, never_given_back, unscrubbed, unverified, tag_lost,
+    refused_row, lost,
 ]  # fmt: skip
 
 

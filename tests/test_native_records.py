@@ -23,6 +23,7 @@ from guard.records import (
     Pool,
     Read,
     Record,
+    Refuse,
     RequestEnd,
     Respond,
     Role,
@@ -169,6 +170,7 @@ def test_codes_are_those_of_the_header() -> None:
     for i, outcome in enumerate((Outcome.FINISHED, Outcome.REJECTED, Outcome.ABORTED, Outcome.FAILED)):
         assert codes(header(RequestEnd, outcome=outcome)) == (12, i, 0, 0)
     assert codes(header(Respond, status=200, final=True)) == (13, 0, 0, 8)
+    assert codes(header(Refuse, pages=pages)) == (14, 0, 0, 0)
     assert codes(header(Admit, tokens=1, max_tokens=0)) == (2, 0, 0, 2)
     assert codes(header(Share, pages=pages, tokens=0)) == (4, 0, 0, 1)
     assert codes(header(Record)) == (0, 0, 0, 0)

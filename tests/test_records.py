@@ -186,8 +186,8 @@ def test_every_record_comes_back_from_its_attributes(record: Record) -> None:
 
 def test_the_names_that_are_records() -> None:
     assert sorted(KINDS) == [
-        "kv.admit", "kv.alloc", "kv.cache", "kv.free", "kv.pool", "kv.read", "kv.request.end", "kv.respond",
-        "kv.scrub", "kv.share", "kv.transfer.begin", "kv.transfer.end", "kv.write",
+        "kv.admit", "kv.alloc", "kv.cache", "kv.free", "kv.pool", "kv.read", "kv.refuse", "kv.request.end",
+        "kv.respond", "kv.scrub", "kv.share", "kv.transfer.begin", "kv.transfer.end", "kv.write",
     ]  # fmt: skip
     assert not is_record_name("kv.transfer")
     assert not is_record_name("KV.ALLOC")
@@ -224,12 +224,14 @@ POOL = {k: v for k, v in HEADER.items() if "request" not in k and "tenant" not i
     "kv.context.limit": 16,
 }
 READ = HEADER | {"kv.pages": "0", "kv.tokens": 4}
+REFUSE = HEADER | {"kv.pages": "0"}
 RESPOND = HEADER | {"http.response.status_code": 200}
 VALID = {
     "kv.transfer.begin": BEGIN,
     "kv.transfer.end": END,
     "kv.pool": POOL,
     "kv.read": READ,
+    "kv.refuse": REFUSE,
     "kv.respond": RESPOND,
 }
 

@@ -251,3 +251,16 @@ def test_a_restored_guard_can_be_restored_from_a_stream_that_it_never_heard_agai
     rig.end()
     assert rig.ledger.watermark("d") == (3, 20)
     assert "records 0 to 19 of epoch 3 are missing" in {f.pool: f.reason for f in rig.found}["d"]
+
+
+def test_a_refusal_of_pages_from_before_is_in_doubt_and_contradicts_nobody(rig: Rig) -> None:
+    rig.refuse("d", "a1", "0-1")
+    [finding] = others(rig)
+    assert (finding.kind, finding.confidence, str(finding.pages)) == (Kind.STALE_READ, Confidence.DEGRADED, "0-1")
+    # Handed out and written since, they are known again.
+    rig.alloc("d", "a1", "2-3")
+    rig.write("d", "a1", "2-3")
+    rig.refuse("d", "a1", "2-3")
+    rig.end()
+    divergence = rig.one(Kind.HOOK_DIVERGENCE)
+    assert (divergence.confidence, str(divergence.pages)) == (Confidence.FULL, "2-3")

@@ -33,7 +33,9 @@ from guard.records import (
     Cache,
     Free,
     Outcome,
+    PageSet,
     Read,
+    Refuse,
     RequestEnd,
     Respond,
     Role,
@@ -430,6 +432,9 @@ def test_decode_does_not_read_pages_that_bear_no_tag_of_the_request(fake: FakePr
     assert fake.rig.failure("r").code == "kv_page_mismatch"
     assert fake.rig.tokens["r"] == [], "not even the first token"
     assert fake.rig.measure("decode-0").counters["page_refusals"] == 1
+    refused = fake.rig.until_seen(Refuse, "r")
+    assert isinstance(refused, Refuse)
+    assert refused.pages == PageSet.of(reserve.pages)
 
 
 def test_a_page_that_changes_hands_in_the_middle_of_an_answer_is_refused(start: Callable[..., Rig]) -> None:
@@ -440,12 +445,15 @@ def test_a_page_that_changes_hands_in_the_middle_of_an_answer_is_refused(start: 
     rig.until(lambda: len(rig.tokens["victim"]) > 3)
     decode = rig.hellos["decode-0"]
     segment = Segment.open(Path(decode.address.removeprefix("shm:")), decode.page_bytes)
-    [alloc] = [r for r in rig.seen(Alloc, "victim") if r.stream == "decode-0"][:1]
+    rig.until(lambda: any(r.stream == "decode-0" for r in rig.seen(Alloc, "victim")))
+    alloc = next(r for r in rig.seen(Alloc, "victim") if r.stream == "decode-0")
     assert isinstance(alloc, Alloc)
     # A late writer of somebody else's pages.
     segment.put(next(iter(alloc.pages)), torch.zeros(decode.page_bytes, dtype=torch.uint8), torch.tensor([1, 2, 3]))
     assert rig.failure("victim").code == "kv_page_mismatch"
     assert rig.answer("other") == generate(MODEL, other, 40)
+    rig.until_seen(Refuse, "victim")
+    assert findings(rig.stop()) == [f"hook-divergence victim decode-0 {next(iter(alloc.pages))}"]
 
 
 def test_pages_stay_until_prefill_says_that_it_is_over(fake: FakePrefill) -> None:

@@ -1,20 +1,23 @@
-"""Rules for what goes into a page and what comes out of it: `kv.write`, `kv.read`, `kv.respond`."""
+"""Rules for what goes into a page and what comes out of it: `kv.write`, `kv.read`, `kv.refuse`, `kv.respond`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
 
-from guard.findings import Confidence, Kind
+from guard.findings import Kind
 from guard.ledger import late
 from guard.ledger.pages import Page, PoolState
 from guard.ledger.requests import Request, RequestStream, Where
 from guard.ledger.streams import Stream
 from guard.ledger.taint import Taint, join
 from guard.ledger.world import Evidence, World
-from guard.records import PUBLIC, PageSet, Read, Respond, Scope, Write
+from guard.records import PUBLIC, PageSet, Read, Refuse, Respond, Scope, Write
 
 _PUBLIC = Taint({PUBLIC: ()})
+
+ByLabel = list[tuple[Taint, list[Evidence]]]
+"""Labels of pages that a request named, and the pages that carry each."""
 
 
 def write(world: World, stream: Stream, rs: RequestStream, record: Write, where: Where) -> None:
@@ -56,10 +59,55 @@ def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: W
     """Attention reads the pages: they must be the request's, written for it, and nobody else's data."""
     pool = world.pool(record.pool_id, stream.name)
     tenant = record.tenant or rs.tenant
+    stale, by_label = _look(rs, pool, record.pages)
+    of = len(record.pages)
+    _stale_read(world, rs, pool, where, stale, f"read {of} pages, {len(stale)} of them not valid for the request")
+    _too_far(world, rs, record, pool, where)
+    _foreign_read(world, rs, tenant, pool, where, by_label, "read pages that hold other tenants' data")
+    rs.taste([taint for taint, _ in by_label], tenant)
+    rs.looked(rs.reads, where, pool.id, record.pages, pool.limit)
+    crossing(world, rs.request)
+
+
+def refuse(world: World, stream: Stream, rs: RequestStream, record: Refuse, where: Where) -> None:
+    """The worker did not read the pages: they are judged as if it had, and nothing is the worse for it.
+
+    What the records call the request's own contradicts the worker. Whether they do is known only when no label of
+    these pages can become another tenant's any more.
+    """
+    pool = world.pool(record.pool_id, stream.name)
+    tenant = record.tenant or rs.tenant
+    stale, by_label = _look(rs, pool, record.pages)
+    of = len(record.pages)
+    reason = f"the worker refused {of} pages, {len(stale)} of them not valid for the request"
+    _stale_read(world, rs, pool, where, stale, reason)
+    reason = "the worker refused pages that hold other tenants' data"
+    _foreign_read(world, rs, tenant, pool, where, by_label, reason)
+    others = {evidence.page_index for evidence in stale}
+    own = [(index, page.unvouched) for index, page in pool.within(record.pages) if index not in others]
+
+    def contradicted() -> None:
+        foreign = {e.page_index for taint, evidence in by_label if taint.foreign_to(tenant) for e in evidence}
+        for unvouched in (False, True):
+            pages = [Evidence(i, None) for i, lost in own if lost is unvouched and i not in foreign]
+            if pages:
+                world.report(
+                    Kind.HOOK_DIVERGENCE, where, pool.id, rs, evidence=pages, degraded=unvouched,
+                    reason="the worker refused pages that the records say are the request's",
+                )  # fmt: skip
+
+    if any(taint.open for taint, _ in by_label):
+        world.decide_later(rs.request, contradicted)
+    else:
+        contradicted()
+
+
+def _look(rs: RequestStream, pool: PoolState, pages: PageSet) -> tuple[list[Evidence], ByLabel]:
+    """Which of the pages are not valid for the request, and whose data is in those that must be its own."""
     permitted = rs.permitted.get(pool.id, set())
     stale: list[Evidence] = []
     by_label: dict[tuple[int, bool], tuple[Taint, list[Evidence]]] = {}
-    for index, page in pool.within(record.pages):
+    for index, page in pool.within(pages):
         if not page.readable_by(rs):
             stale.append(Evidence(index, page))
         if index in permitted and rs.request.id in page.sharers:
@@ -71,25 +119,19 @@ def read(world: World, stream: Stream, rs: RequestStream, record: Read, where: W
             elif taint.origins or taint.open:
                 by_label[key] = (taint.doubted() if page.unvouched else taint, [Evidence(index, page)])
     # Pages beyond a pool's end may be any number.
-    stale += [Evidence(index, None) for index in islice(pool.beyond(record.pages), 1024)]
-    _stale_read(world, rs, record, pool, where, stale)
-    for taint, evidence in by_label.values():
-        check = _foreign_read(world, rs, tenant, pool, where, taint, evidence)
-        check()
-        taint.watch(check)
-    rs.taste([taint for taint, _ in by_label.values()], tenant)
-    rs.looked(rs.reads, where, pool.id, record.pages, pool.limit)
-    crossing(world, rs.request)
+    stale += [Evidence(index, None) for index in islice(pool.beyond(pages), 1024)]
+    return stale, list(by_label.values())
 
 
 def _stale_read(
-    world: World, rs: RequestStream, record: Read, pool: PoolState, where: Where, stale: list[Evidence]
+    world: World, rs: RequestStream, pool: PoolState, where: Where, stale: list[Evidence], reason: str
 ) -> None:
     if stale:
-        world.report(
-            Kind.STALE_READ, where, pool.id, rs, evidence=stale,
-            reason=f"read {len(record.pages)} pages, {len(stale)} of them not valid for the request",
-        )  # fmt: skip
+        world.report(Kind.STALE_READ, where, pool.id, rs, evidence=stale, reason=reason)
+
+
+def _too_far(world: World, rs: RequestStream, record: Read, pool: PoolState, where: Where) -> None:
+    """More tokens are read than are valid."""
     valid = rs.valid_in(pool.id).tokens
     if record.tokens > valid and pool.page_tokens is not None:
         # A page that holds no tokens holds none that are valid.
@@ -102,8 +144,18 @@ def _stale_read(
 
 
 def _foreign_read(
+    world: World, rs: RequestStream, tenant: str, pool: PoolState, where: Where, by_label: ByLabel, reason: str
+) -> None:
+    """Says which labels are another tenant's, now and whenever one becomes so."""
+    for taint, evidence in by_label:
+        check = _foreign_label(world, rs, tenant, pool, where, taint, evidence, reason)
+        check()
+        taint.watch(check)
+
+
+def _foreign_label(
     world: World, rs: RequestStream, tenant: str, pool: PoolState, where: Where, taint: Taint,
-    evidence: list[Evidence],
+    evidence: list[Evidence], reason: str,
 ) -> Callable[[], None]:  # fmt: skip
     def check() -> None:
         foreign = taint.foreign_to(tenant)
@@ -111,8 +163,7 @@ def _foreign_read(
             world.report(
                 Kind.FOREIGN_READ, where, pool.id, rs, evidence=[Evidence(e.page_index, None) for e in evidence],
                 tenants=foreign, requests=world.foreign_requests(taint, foreign),
-                degraded=not taint.surely_foreign_to(tenant),
-                reason="read pages that hold other tenants' data",
+                degraded=not taint.surely_foreign_to(tenant), reason=reason,
             )  # fmt: skip
             crossing(world, rs.request)
 
@@ -150,10 +201,9 @@ def crossing(world: World, request: Request) -> None:
 
 
 def _tainted(world: World, rs: RequestStream, where: Where, pool: str, label: Taint, foreign: set[str]) -> None:
-    reads = [f for f in rs.request.findings if f.kind is Kind.FOREIGN_READ and f.request == rs.request.id]
     world.report(
         Kind.TAINTED_RESPONSE, where, pool, rs, tenants=foreign, requests=world.foreign_requests(label, foreign),
-        degraded=bool(reads) and all(f.confidence is Confidence.DEGRADED for f in reads),
+        degraded=foreign.isdisjoint(label.sure),
         reason="output left for the client after the request had read other tenants' data",
     )  # fmt: skip
 

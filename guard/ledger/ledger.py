@@ -11,7 +11,7 @@ from guard.ledger import access, late, lifecycle, limits, moves, ownership
 from guard.ledger.requests import Request, RequestStream, Where
 from guard.ledger.restored import Restored, resume
 from guard.ledger.streams import Gap, Stream
-from guard.ledger.world import LedgerSettings, World
+from guard.ledger.world import FOREVER, LedgerSettings, World
 from guard.policy import Policy
 from guard.records import (
     Admit,
@@ -21,6 +21,7 @@ from guard.records import (
     Pool,
     Read,
     Record,
+    Refuse,
     RequestEnd,
     Respond,
     Scrub,
@@ -30,8 +31,6 @@ from guard.records import (
     TransferEnd,
     Write,
 )  # fmt: skip
-
-_FOREVER = 1 << 62
 
 
 def _ignore(*_: object) -> None:
@@ -161,7 +160,7 @@ class Ledger:
         """The input is over: whatever did not come will not."""
         while self._give_up_most_stuck(self._streams.values()):
             pass
-        self._confirm(_FOREVER)
+        self._confirm(FOREVER)
         for name in self._leaks:
             self._find_leaks(name, self._time_ns)
 
@@ -194,21 +193,22 @@ class Ledger:
 
     def _deadline(self, now_ns: int) -> int:
         window = self._world.settings.window_ns
-        return _FOREVER if window is None else now_ns + window
+        return FOREVER if window is None else now_ns + window
 
     def _confirm(self, now_ns: int) -> None:
         world = self._world
         suspects, world.suspects = world.suspects, []
         for deadline, writer in suspects:
-            if (_FOREVER if deadline is None else deadline) <= now_ns:
+            if (FOREVER if deadline is None else deadline) <= now_ns:
                 if not writer.written:
                     late.confirm(writer, world)
             elif not writer.confirmed and not writer.written:
                 world.suspects.append((deadline, writer))
+        world.decide(now_ns)
 
     def _give_up(self, stream: Stream, now_ns: int | None = None) -> None:
         """Goes on without what the stream waits for; `now_ns`: only what is overdue."""
-        due = _FOREVER if now_ns is None else now_ns
+        due = FOREVER if now_ns is None else now_ns
         if stream.waiting_for is not None:
             if (stream.wait_deadline_ns or 0) > due:
                 return
@@ -312,6 +312,8 @@ class Ledger:
             case Read():
                 access.read(world, stream, rs, record, where)
                 access.dead_or_rejected(world, rs.request)
+            case Refuse():
+                access.refuse(world, stream, rs, record, where)
             case Free() | Cache():
                 ownership.give_back(world, stream, rs, record, where)
             case RequestEnd():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from guard.findings import Finding
@@ -76,7 +77,7 @@ class Valid:
 class Request:
     """One request over all streams."""
 
-    __slots__ = ("deaths", "findings", "id", "rejections", "streams", "transfers")
+    __slots__ = ("deaths", "findings", "id", "rejections", "streams", "transfers", "undecided")
 
     def __init__(self, request: str) -> None:
         self.id = request
@@ -87,6 +88,8 @@ class Request:
         """Those begun for it and not yet ended on both sides."""
         self.findings: list[Finding] = []
         """Those that have it as a subject or name it."""
+        self.undecided: list[Callable[[], None]] = []
+        """What is to be said of it once all that bears on it must have come: see `World.decide_later`."""
 
     @property
     def tenant(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -54,6 +54,9 @@ class LedgerSettings(BaseModel):
         return None if self.reorder_window_ms is None else int(self.reorder_window_ms * 1e6)
 
 
+FOREVER = 1 << 62
+"""A time that does not come before the end of the input."""
+
 MAX_OTHERS = 64
 """Other tenants and other requests that one finding names, the smallest ids."""
 
@@ -97,6 +100,8 @@ class World:
         """Ids of transfers that were ended, lately, although their begin had not come → the pool that said so."""
         self.suspects: list[tuple[int | None, Late]] = []
         """Late writers that wait to be confirmed, with their deadlines."""
+        self.undecided: deque[tuple[int, Request]] = deque()
+        """Deadlines, and whose `undecided` the next of is due then."""
         self.findings: dict[tuple[Kind, str | None, str | None], Finding] = {}
         self.blind: set[str] = set()
         """Streams of whose present epoch something was missed: what was made in it may not be known."""
@@ -157,8 +162,23 @@ class World:
         while len(self.ended) > self.settings.max_ended:
             self.retire(next(iter(self.ended.values())))
 
+    def decide_later(self, request: Request, judge: Callable[[], None]) -> None:
+        """Judges once the reorder window is over: what other streams tell until then counts, in whichever order."""
+        window = self.settings.window_ns
+        self.undecided.append((FOREVER if window is None else self.now_ns + window, request))
+        request.undecided.append(judge)
+
+    def decide(self, now_ns: int) -> None:
+        """Judges what has waited for long enough."""
+        while self.undecided and self.undecided[0][0] <= now_ns:
+            _, request = self.undecided.popleft()
+            if request.undecided:  # none once it is forgotten
+                request.undecided.pop(0)()
+
     def retire(self, request: Request) -> None:
         """Forgets a request that is over."""
+        while request.undecided:
+            request.undecided.pop(0)()
         self.ended.pop(request.id, None)
         self.requests.pop(request.id, None)
         for transfer in list(request.transfers.values()):

@@ -185,6 +185,16 @@ class Scrub(Record, frozen=True, kw_only=True):
     pages: PageSet
 
 
+class Refuse(Record, frozen=True, kw_only=True):
+    """The worker's own check found that the tags of these pages are not what the request's block table expects.
+
+    Their bytes reached no output. Comes before the request's end on the stream, while it still has its pages.
+    """
+
+    NAME = "kv.refuse"
+    pages: PageSet
+
+
 class RequestEnd(Record, frozen=True, kw_only=True):
     """The request is over on this stream."""
 
@@ -206,6 +216,7 @@ KINDS: dict[str, type[Record]] = {
     cls.NAME: cls
     for cls in (
         Pool, Admit, Alloc, Share, Write, TransferBegin, TransferEnd, Read, Free, Cache, Scrub, RequestEnd, Respond,
+        Refuse,
     )
 }  # fmt: skip
 """Every record type by its span name."""

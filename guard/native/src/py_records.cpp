@@ -40,6 +40,7 @@ const std::array<Kind, KVG_KINDS> kKinds{{
     {"Scrub", {PAGES}},
     {"RequestEnd", {OUTCOME}},
     {"Respond", {STATUS, TOKENS, FINAL}},
+    {"Refuse", {PAGES}},
 }};
 
 // The members of an enumeration in the order of its codes in record.h, which is that of its definition.
@@ -330,6 +331,7 @@ void gather(PyObject* object, Gathered& out, const Origin* origin) {
         case KVG_FREE:
         case KVG_CACHE:
         case KVG_SCRUB:
+        case KVG_REFUSE:
             all_pages();
             break;
         case KVG_REQUEST_END:

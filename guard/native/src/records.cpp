@@ -12,11 +12,11 @@ static_assert(sizeof(kvg_record) == KVG_ROW_BYTES);
 namespace {
 
 // Largest code of each kind.
-constexpr std::uint8_t kCodes[KVG_KINDS] = {0, KVG_ROUTER, 0, 0, 0, KVG_PUBLIC, 0, KVG_RECV, 0, 0, 0, 0, KVG_FAILED, 0};
+constexpr std::uint8_t kCodes[KVG_KINDS] = {0, KVG_ROUTER, 0, 0, 0, KVG_PUBLIC, 0, KVG_RECV, 0, 0, 0, 0, KVG_FAILED, 0, 0};
 
 // What of the flags and numbers each kind has; the rest of them is 0.
 constexpr std::uint16_t kFlags[KVG_KINDS] = {0, 0, KVG_HAS_MAX, 0, KVG_HAS_TOKENS, 0, KVG_HAS_DIGESTS, KVG_HAS_DIGESTS,
-                                             0, 0, 0, 0, 0, KVG_FINAL};
+                                             0, 0, 0, 0, 0, KVG_FINAL, 0};
 
 bool has_tokens(const kvg_record& h) {
     constexpr std::uint32_t kKinds = 1u << KVG_POOL | 1u << KVG_ADMIT | 1u << KVG_WRITE | 1u << KVG_TRANSFER_BEGIN |

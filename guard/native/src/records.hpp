@@ -56,7 +56,7 @@ struct Record {
 
     // The pool meant, the default resolved.
     std::string_view pool_id() const { return pool.empty() ? stream : pool; }
-    bool has_pages() const { return kind >= KVG_ALLOC && kind <= KVG_SCRUB; }
+    bool has_pages() const { return (kind >= KVG_ALLOC && kind <= KVG_SCRUB) || kind == KVG_REFUSE; }
 };
 
 // Takes a record apart and checks everything that the convention says of it, so that who follows need not.
@@ -67,7 +67,7 @@ const char* parse(const void* data, std::size_t size, Record& out);
 
 inline constexpr const char* kKindNames[KVG_KINDS] = {
     "", "kv.pool", "kv.admit", "kv.alloc", "kv.share", "kv.write", "kv.transfer.begin", "kv.transfer.end",
-    "kv.read", "kv.free", "kv.cache", "kv.scrub", "kv.request.end", "kv.respond",
+    "kv.read", "kv.free", "kv.cache", "kv.scrub", "kv.request.end", "kv.respond", "kv.refuse",
 };
 
 // The span's name of a kind ("kv.alloc"); "" for KVG_PLACE.

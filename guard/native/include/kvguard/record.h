@@ -56,7 +56,8 @@ enum kvg_kind {
     KVG_SCRUB = 11,
     KVG_REQUEST_END = 12,
     KVG_RESPOND = 13,
-    KVG_KINDS = 14
+    KVG_REFUSE = 14,
+    KVG_KINDS = 15
 };
 
 enum kvg_role { KVG_PREFILL = 0, KVG_DECODE = 1, KVG_UNIFIED = 2, KVG_ROUTER = 3 };

@@ -1,5 +1,5 @@
-// Rules for what goes into a page and what comes out of it: kv.write, kv.read, kv.respond. After
-// guard/ledger/access.py.
+// Rules for what goes into a page and what comes out of it: kv.write, kv.read, kv.refuse,
+// kv.respond. After guard/ledger/access.py.
 #include <algorithm>
 
 #include "ledger/world.hpp"
@@ -12,24 +12,18 @@ constexpr std::uint64_t kMaxBeyond = 1024;  // pages beyond a pool's end that a 
 
 void tainted(World& world, RequestStream* rs, const Where& where, std::string_view pool, const Taint& label,
              const Name* tenant) {
-    bool any = false, all_degraded = true;
-    static const std::vector<std::shared_ptr<Finding>> kNone;
-    for (const auto& f : rs->request->rare ? rs->request->rare->findings : kNone)
-        if (f->kind == Kind::foreign_read && f->request == rs->request->id->key()) {
-            any = true;
-            all_degraded &= f->degraded;
-        }
     Report more;
     world.foreign_of(label, tenant, more);
-    more.degraded = any && all_degraded;
+    more.degraded = !world.taints.foreign(label.sure, tenant);
     more.reason = "output left for the client after the request had read other tenants' data";
     world.report(Kind::tainted_response, where, pool, true, rs, std::move(more));
 }
 
 class ForeignRead final : public Watcher {
   public:
-    ForeignRead(World& world, RequestStream* rs, Name* tenant, Pool* pool, const Where& where, SortedRuns&& pages)
-        : world_(world), rs_(rs), tenant_(tenant), pool_(pool), where_(where) {
+    ForeignRead(World& world, RequestStream* rs, Name* tenant, Pool* pool, const Where& where, SortedRuns&& pages,
+                const char* reason)
+        : world_(world), rs_(rs), tenant_(tenant), pool_(pool), where_(where), reason_(reason) {
         pages_.runs = std::move(pages);
         pages_.vouched = true;
     }
@@ -40,7 +34,7 @@ class ForeignRead final : public Watcher {
         more.evidence = &pages_;
         world_.foreign_of(label, tenant_.get(), more);
         more.degraded = !world_.taints.foreign(label.sure, tenant_.get());
-        more.reason = "read pages that hold other tenants' data";
+        more.reason = reason_;
         world_.report(Kind::foreign_read, where_, pool_->id, true, rs_.get(), std::move(more));
         crossing(world_, rs_->request);
     }
@@ -50,7 +44,7 @@ class ForeignRead final : public Watcher {
         if (same == nullptr || !(same->rs_ == rs_.get()) || !(same->tenant_ == tenant_.get()) || same->pool_ != pool_)
             return false;
         add_runs(pages_.runs, same->pages_.runs);
-        if (compare(same->where_, where_) < 0) where_ = same->where_;
+        if (compare(same->where_, where_) < 0) where_ = same->where_, reason_ = same->reason_;
         return true;
     }
 
@@ -60,6 +54,7 @@ class ForeignRead final : public Watcher {
     Ref<Name> tenant_;
     Pool* pool_;
     Where where_;
+    const char* reason_;
     Evidence pages_;
 };
 
@@ -132,16 +127,76 @@ void keep_read(World& world, RequestStream* rs, const Where& where, Name* pool, 
     rs->read_runs = rs->reads.full() ? 0 : runs;
 }
 
-void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
-                Evidence&& stale) {
-    if (!stale.empty()) {
-        const std::uint64_t wrong = stale.size();
-        Report more;
-        more.reason = "read " + std::to_string(record.pages.size()) + " pages, " + std::to_string(wrong) +
-                      " of them not valid for the request";
-        more.evidence = &stale;
-        world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
+// Which of the record's pages are not valid for the request; and, into `world.labels_read`, whose data is in those that
+// must be its own.
+Evidence look(World& world, RequestStream* rs, const Record& record, Pool* pool, const Name* tenant) {
+    const std::unordered_set<std::uint64_t>* permitted = nullptr;
+    if (rs->rare)
+        if (const auto at = rs->rare->permitted.find(pool); at != rs->rare->permitted.end()) permitted = &at->second;
+    Evidence stale;
+    auto& labels = world.labels_read;
+    labels.clear();
+    const Taint* plain = nullptr;  // what the last vouched page bore, where nothing is to be watched
+    const auto look_at = [&](Taint* label, std::uint64_t index, bool unvouched) {
+        if (label == nullptr || label->nothing()) return;
+        for (LabelRead& known : labels)
+            if (known.label == label && known.unvouched == unvouched) {
+                if (known.watched) append(known.pages, index);
+                return;
+            }
+        labels.push_back({label, unvouched, false, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), {}});
+        LabelRead& fresh = labels.back();
+        fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
+        if (fresh.watched) {
+            append(fresh.pages, index);
+        } else if (!unvouched) {
+            plain = label;
+        }
+    };
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        const bool unvouched = pool->unvouched(page);
+        if (!world.readable_by(pool, index, page, rs)) stale.add(index, unvouched);
+        if (permitted != nullptr && permitted->count(index) != 0 && world.shared_to(pool, index, page, rs->request))
+            return;
+        if (unvouched || page.label != plain) look_at(page.label, index, unvouched);
+        if (page.links != nullptr)
+            for (const Ref<Late>& late : page.links->late) look_at(late->taint.get(), index, unvouched);
+    });
+    std::uint64_t beyond = kMaxBeyond;
+    for (std::uint32_t i = 0; i < record.pages.runs() && beyond > 0; ++i) {
+        const Pages::Run run = record.pages.run(i);
+        const std::uint64_t first = std::max(run.first, pool->size);
+        if (first >= run.stop()) continue;
+        const std::uint64_t pages = std::min(run.stop() - first, beyond);
+        stale.add_run(first, first + pages);
+        beyond -= pages;
     }
+    return stale;
+}
+
+void stale_read(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where,
+                const Evidence& stale, const char* did) {
+    if (stale.empty()) return;
+    Report more;
+    more.reason = did + std::to_string(record.pages.size()) + " pages, " + std::to_string(stale.size()) +
+                  " of them not valid for the request";
+    more.evidence = &stale;
+    world.report(Kind::stale_read, where, pool->id, true, rs, std::move(more));
+}
+
+// Says which of `world.labels_read` are another tenant's, now and whenever one becomes so. Takes their pages.
+void foreign_read(World& world, RequestStream* rs, Name* tenant, Pool* pool, const Where& where, const char* reason) {
+    for (LabelRead& label : world.labels_read) {
+        if (!label.watched) continue;
+        normalise(label.pages);
+        auto watcher = std::make_unique<ForeignRead>(world, rs, tenant, pool, where, std::move(label.pages), reason);
+        watcher->grown(*label.taken);
+        world.taints.watch(label.taken.get(), std::move(watcher));
+    }
+}
+
+// More tokens are read than are valid.
+void too_far(World& world, RequestStream* rs, const Record& record, Pool* pool, const Where& where) {
     const std::uint64_t valid = rs->in(pool).valid();
     if (record.tokens <= valid || !pool->announced) return;
     const std::uint64_t first = pool->page_tokens != 0 ? valid / pool->page_tokens : 0;
@@ -208,69 +263,62 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     Pool* const pool = world.pool_of(record, stream.name);
     const Ref<Name> keep = world.tenant_of(rs, record);
     Name* const tenant = keep.get();
-    const std::unordered_set<std::uint64_t>* permitted = nullptr;
-    if (rs->rare)
-        if (const auto at = rs->rare->permitted.find(pool); at != rs->rare->permitted.end()) permitted = &at->second;
-    Evidence stale;
-    auto& labels = world.labels_read;
-    labels.clear();
-    const Taint* plain = nullptr;  // what the last vouched page bore, where nothing is to be watched
-    const auto look = [&](Taint* label, std::uint64_t index, bool unvouched) {
-        if (label == nullptr || label->nothing()) return;
-        for (LabelRead& known : labels)
-            if (known.label == label && known.unvouched == unvouched) {
-                if (known.watched) append(known.pages, index);
-                return;
-            }
-        labels.push_back({label, unvouched, false, unvouched ? world.taints.doubted(label) : Ref<Taint>(label), {}});
-        LabelRead& fresh = labels.back();
-        fresh.watched = fresh.taken->open() || world.taints.foreign(fresh.taken->tenants, tenant);
-        if (fresh.watched) {
-            append(fresh.pages, index);
-        } else if (!unvouched) {
-            plain = label;
-        }
-    };
-    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
-        const bool unvouched = pool->unvouched(page);
-        if (!world.readable_by(pool, index, page, rs)) stale.add(index, unvouched);
-        if (permitted != nullptr && permitted->count(index) != 0 && world.shared_to(pool, index, page, rs->request))
-            return;
-        if (unvouched || page.label != plain) look(page.label, index, unvouched);
-        if (page.links != nullptr)
-            for (const Ref<Late>& late : page.links->late) look(late->taint.get(), index, unvouched);
-    });
-    std::uint64_t beyond = kMaxBeyond;
-    for (std::uint32_t i = 0; i < record.pages.runs() && beyond > 0; ++i) {
-        const Pages::Run run = record.pages.run(i);
-        const std::uint64_t first = std::max(run.first, pool->size);
-        if (first >= run.stop()) continue;
-        const std::uint64_t pages = std::min(run.stop() - first, beyond);
-        stale.add_run(first, first + pages);
-        beyond -= pages;
-    }
-    stale_read(world, rs, record, pool, where, std::move(stale));
+    stale_read(world, rs, record, pool, where, look(world, rs, record, pool, tenant), "read ");
+    too_far(world, rs, record, pool, where);
+    foreign_read(world, rs, tenant, pool, where, "read pages that hold other tenants' data");
     auto& tasted = world.labels_tasted;
     tasted.assign(1, rs->label.get());
-    for (LabelRead& label : labels) {
-        if (!label.watched) {
-            if (label.taken.get() != tasted[0]) tasted.push_back(label.taken.get());
-            continue;
-        }
-        tasted.push_back(label.taken.get());
-        normalise(label.pages);
-        auto watcher = std::make_unique<ForeignRead>(world, rs, tenant, pool, where, std::move(label.pages));
-        watcher->grown(*label.taken);
-        world.taints.watch(label.taken.get(), std::move(watcher));
-    }
+    for (const LabelRead& label : world.labels_read)
+        if (label.taken.get() != tasted[0]) tasted.push_back(label.taken.get());
     if (tasted.size() > 1) rs->label = world.taints.join(tasted.data(), tasted.size());
     if (!world.taints.sets.contains(rs->label->tenants, tenant)) {
         const Ref<Taint> own = world.own_label(rs->request, tenant);
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
-    labels.clear();
+    world.labels_read.clear();
     keep_read(world, rs, where, world.pool_name(pool), record.pages, pool->limit);
     crossing(world, rs->request);
+}
+
+void refuse(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
+    Pool* const pool = world.pool_of(record, stream.name);
+    Refusal refusal{rs, world.tenant_of(rs, record), pool, where, {}, {}};
+    Name* const tenant = refusal.tenant.get();
+    stale_read(world, rs, record, pool, where, look(world, rs, record, pool, tenant), "the worker refused ");
+    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+        if (world.readable_by(pool, index, page, rs)) append(refusal.own[pool->unvouched(page)], index);
+    });
+    bool open = false;
+    for (const LabelRead& label : world.labels_read) {
+        open |= label.taken->open();
+        if (label.watched) refusal.labels.emplace_back(label.taken, label.pages);
+    }
+    foreign_read(world, rs, tenant, pool, where, "the worker refused pages that hold other tenants' data");
+    world.labels_read.clear();
+    if (open) {
+        world.decide_later(std::move(refusal));
+    } else {
+        judge(world, refusal);
+    }
+}
+
+void judge(World& world, Refusal& refusal) {
+    SortedRuns foreign;
+    for (const auto& [label, pages] : refusal.labels)
+        if (world.taints.foreign(label->tenants, refusal.tenant.get()))
+            foreign.insert(foreign.end(), pages.begin(), pages.end());
+    normalise(foreign);
+    for (const bool unvouched : {false, true}) {
+        normalise(refusal.own[unvouched]);
+        Evidence pages;
+        for (const auto& [first, stop] : without(refusal.own[unvouched], foreign)) pages.add_run(first, stop);
+        if (pages.empty()) continue;
+        Report more;
+        more.evidence = &pages;
+        more.degraded = unvouched;
+        more.reason = "the worker refused pages that the records say are the request's";
+        world.report(Kind::hook_divergence, refusal.where, refusal.pool->id, true, refusal.rs.get(), std::move(more));
+    }
 }
 
 void respond(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {

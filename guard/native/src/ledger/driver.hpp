@@ -171,6 +171,7 @@ struct Ledger::Impl {
                 world.suspects.emplace_back(due, std::move(late));
             }
         }
+        world.decide(now_ns);
     }
 
     // Goes on without what the stream waits for, if that is overdue.
@@ -321,6 +322,7 @@ struct Ledger::Impl {
                 read(world, stream, rs, record, where);
                 dead_or_rejected(world, rs->request);
                 break;
+            case KVG_REFUSE: refuse(world, stream, rs, record, where); break;
             case KVG_FREE:
             case KVG_CACHE: give_back(world, stream, rs, record, where); break;
             case KVG_REQUEST_END: request_end(world, stream, rs, record, where); break;

@@ -23,6 +23,20 @@ void add_runs(SortedRuns& into, const SortedRuns& more) {
     normalise(into);
 }
 
+SortedRuns without(const SortedRuns& runs, const SortedRuns& others) {
+    SortedRuns rest;
+    std::size_t at = 0;
+    for (auto [first, stop] : runs) {
+        while (at < others.size() && others[at].second <= first) ++at;
+        for (std::size_t i = at; i < others.size() && others[i].first < stop; ++i) {
+            if (first < others[i].first) rest.emplace_back(first, others[i].first);
+            first = std::min(others[i].second, stop);
+        }
+        if (first < stop) rest.emplace_back(first, stop);
+    }
+    return rest;
+}
+
 std::uint64_t count(const SortedRuns& runs) {
     std::uint64_t n = 0;
     for (const auto& [first, stop] : runs) n += stop - first;

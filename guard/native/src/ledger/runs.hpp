@@ -63,6 +63,8 @@ inline void append(SortedRuns& runs, std::uint64_t index) {
 void normalise(SortedRuns& runs);
 // Adds `more` (in any order) to sorted runs.
 void add_runs(SortedRuns& into, const SortedRuns& more);
+// What of sorted runs is not in others, sorted too.
+SortedRuns without(const SortedRuns& runs, const SortedRuns& others);
 std::uint64_t count(const SortedRuns& runs);
 // As a record writes them: 0-3,7.
 std::string text(const SortedRuns& runs);

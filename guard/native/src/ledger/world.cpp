@@ -197,6 +197,7 @@ RequestStream* World::follow(Request* request, StreamName* stream, std::string_v
 
 Request* World::make_request(std::string_view text, std::uint64_t hash) {
     Name* const id = request_names.intern(text, hash);
+    request_names.wake(id);  // a label may have kept it from an earlier life
     Request* const request = id->request = request_pool.make(this, id);
     retain(request);
     request->known = true;
@@ -265,8 +266,29 @@ void World::fetch_retiring() const {
     if (const Request* const third = second->ended_next; third != nullptr) fetch(third, sizeof(Request));
 }
 
+void World::decide_later(Refusal&& refusal) {
+    Request* const request = refusal.rs->request;
+    undecided.emplace_back(settings.window_ns < 0 ? INT64_MAX : now_ns + settings.window_ns, request);
+    refusals[request].push_back(std::move(refusal));
+}
+
+void World::decide(std::int64_t now_ns) {
+    for (; !undecided.empty() && undecided.front().first <= now_ns; undecided.pop_front()) {
+        const auto waiting = refusals.find(undecided.front().second.get());
+        if (waiting == refusals.end()) continue;  // the request is forgotten
+        judge(*this, waiting->second.front());
+        waiting->second.pop_front();
+        if (waiting->second.empty()) refusals.erase(waiting);
+    }
+}
+
 void World::retire(Request* request) {
     const Ref<Request> keep(request);
+    if (!refusals.empty())
+        if (const auto waiting = refusals.find(request); waiting != refusals.end()) {
+            for (Refusal& refusal : waiting->second) judge(*this, refusal);
+            refusals.erase(waiting);
+        }
     if (request->ended) unlink_ended(request);
     if (!request->known) return;
     request->known = false;

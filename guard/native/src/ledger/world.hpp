@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -97,6 +98,17 @@ struct LabelRead {
     SortedRuns pages;
 };
 
+// A worker's refusal of pages that the records call the request's own: a contradiction, unless a label of theirs is
+// another tenant's, or becomes one.
+struct Refusal {
+    RsRef rs;
+    Ref<Name> tenant;
+    Pool* pool;
+    Where where;
+    SortedRuns own[2];  // the pages; by whether the guard had lost sight of them
+    std::vector<std::pair<Ref<Taint>, SortedRuns>> labels;
+};
+
 struct World {
     World(const Policy& policy, const Settings& settings);
 
@@ -130,6 +142,8 @@ struct World {
     ObjectPool<Pieces> pieces_pool;
     Remembered done{hash}, given_up{hash};
     std::vector<std::pair<std::int64_t, Ref<Late>>> suspects;
+    std::deque<std::pair<std::int64_t, Ref<Request>>> undecided;  // when the next refusal of which request is judged
+    std::unordered_map<const Request*, std::deque<Refusal>> refusals;  // those to be judged, as they came
     std::unordered_map<std::string, std::shared_ptr<Finding>> findings;
 
     Request *first_request = nullptr, *last_request = nullptr;
@@ -216,6 +230,10 @@ struct World {
     Ref<Name> tenant_of(const RequestStream* rs, const Record& record) {
         return rs->tenant->key() == record.tenant ? rs->tenant : Ref<Name>(tenant_names.intern(record.tenant));
     }
+    // Judges once the reorder window is over: what other streams tell until then counts, in whichever order.
+    void decide_later(Refusal&& refusal);
+    // Judges what has waited for long enough.
+    void decide(std::int64_t now_ns);
     void retire(Request* request);
     void destroy(Request* request);
 
@@ -254,6 +272,8 @@ void scrub(World&, Stream&, const Record&);
 // access
 void write(World&, Stream&, RequestStream*, const Record&, const Where&);
 void read(World&, Stream&, RequestStream*, const Record&, const Where&);
+void refuse(World&, Stream&, RequestStream*, const Record&, const Where&);
+void judge(World&, Refusal&);
 void respond(World&, Stream&, RequestStream*, const Record&, const Where&);
 void crossing(World&, Request*);
 void dead_or_rejected(World&, Request*);

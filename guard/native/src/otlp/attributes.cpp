@@ -169,6 +169,7 @@ kvg_kind kind_of(std::string_view name) {
     switch (name.size()) {
         case 7: return among<KVG_POOL, KVG_READ, KVG_FREE>(name);
         case 8: return among<KVG_ADMIT, KVG_ALLOC, KVG_SHARE, KVG_WRITE, KVG_CACHE, KVG_SCRUB>(name);
+        case 9: return among<KVG_REFUSE>(name);
         case 10: return among<KVG_RESPOND>(name);
         case 14: return among<KVG_REQUEST_END>(name);
         case 15: return among<KVG_TRANSFER_END>(name);
