@@ -58,7 +58,7 @@ class PageDigester:
             ValueError: Pages, generations and nonce do not fit together; the message names which.
         """
         digester = self._digester
-        if data.device.type == "cpu":
+        if self._natively(data):
             view = data.numpy().data
             return digester.pages([view], tenant, request, pages, first, generations=generations, nonce=nonce)
         from engine.kernels.digest_triton import page_hashes
@@ -73,6 +73,10 @@ class PageDigester:
     def authenticator(self, challenge: bytes) -> bytes:
         """32 bytes that prove to whoever sent the challenge that the key is known."""
         return self._digester.authenticator(challenge)
+
+    @staticmethod
+    def _natively(data: Tensor) -> bool:
+        return data.device.type == "cpu"
 
     def _make_tensors(self, tenant: str, device: torch.device) -> HashTensors:
         return HashTensors.of(self._digester.tenant(tenant).material, device)

@@ -13,6 +13,7 @@ import hmac
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
 from guard.native._core import HashKey
 
 __all__ = ["NONCE_BYTES", "Digester", "TenantKey", "hkdf_expand", "hkdf_extract"]
