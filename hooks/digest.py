@@ -2,8 +2,8 @@
 
 ``guard/native/include/kvguard/digest.h`` says what a digest is. Here are its keys and seals, and the digests of
 pages in memory that Python can look at; `engine.digest` adds the torch tensors. Needs the native core and otherwise
-the standard library alone: HMAC-SHA256 comes from there, and HKDF is ten lines on top of it, so that an engine need
-not install a cryptography package for them.
+the standard library alone: HMAC-SHA256 and BLAKE2b come from there, and HKDF is ten lines on top of the former, so that
+an engine need not install a cryptography package for them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import hmac
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from guard.native._core import HashKey
 
@@ -23,7 +25,8 @@ SECRET_BYTES = 32
 """The least that a secret has."""
 _SALT = b"kvguard page digest 1"
 _HASH_KEY_BYTES, _SEALING_KEY_BYTES = 6176, 32
-_DIGEST_BYTES = 16
+_HASH_BYTES = _DIGEST_BYTES = 16
+_pack = struct.Struct("<4Q").pack
 _SHA256_BYTES = 32
 _TENANTS = 1024
 """Whose keys are kept."""
@@ -142,18 +145,17 @@ class Digester:
             raise ValueError(f"nonce: {NONCE_BYTES} bytes are needed, not {len(nonce)}")
         if len(generations) != len(hashes):
             raise ValueError(f"generations: one a page is needed, not {len(generations)} for {len(hashes)}")
-        transfer = hmac.digest(self.tenant(tenant).sealing, nonce + request.encode(), "sha256")
+        if any(len(hash_) != _HASH_BYTES for hash_ in hashes):
+            raise ValueError(f"hashes: {_HASH_BYTES} bytes each are needed")
+        key = hmac.digest(self.tenant(tenant).sealing, nonce + request.encode(), "sha256")
         try:
-            shape = piece_bytes.to_bytes(8, "little") + pieces.to_bytes(8, "little")
             return [
-                hmac.digest(
-                    transfer,
-                    place.to_bytes(8, "little") + generation.to_bytes(8, "little") + shape + hash_,
-                    "sha256",
-                )[:_DIGEST_BYTES].hex()
+                blake2b(
+                    _pack(place, generation, piece_bytes, pieces) + hash_, key=key, digest_size=_DIGEST_BYTES
+                ).hexdigest()
                 for place, (generation, hash_) in enumerate(zip(generations, hashes, strict=True), first)
             ]
-        except OverflowError as error:
+        except struct.error as error:
             raise ValueError(f"place, generations, piece_bytes and pieces: {error}") from error
 
     def authenticator(self, challenge: bytes) -> bytes:

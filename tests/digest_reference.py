@@ -62,7 +62,7 @@ def digest(
     transfer = _hmac(key[6176:], nonce + request.encode())
     numbers = (place, generation, len(pieces[0]), len(pieces))
     said = b"".join(number.to_bytes(8, "little") for number in numbers)
-    return _hmac(transfer, said + page_hash(key, pieces))[:16].hex()
+    return hashlib.blake2b(said + page_hash(key, pieces), key=transfer, digest_size=16).hexdigest()
 
 
 def filled(how: str, size: int) -> bytes:

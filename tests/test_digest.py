@@ -343,6 +343,11 @@ def test_what_does_not_fit_together_is_refused(changed: dict[str, Any], said: st
         digests(bytes(64), **changed)
 
 
+def test_what_is_no_hash_is_not_sealed() -> None:
+    with pytest.raises(ValueError, match="hashes: 16 bytes each"):
+        DIGESTER.seal([bytes(15)], "t", "r", generations=[1], nonce=NONCE, piece_bytes=1)
+
+
 def test_pools_that_do_not_fit_are_refused() -> None:
     given: dict[str, Any] = {"generations": [1], "nonce": NONCE}
     for pools in ([], [view(bytes(64)), view(bytes(32))]):

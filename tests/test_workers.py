@@ -424,6 +424,29 @@ def test_decode_does_not_begin_on_what_is_not_what_was_sent(fake: FakePrefill, f
     assert fake.rig.seen(Read, "r") == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "arrives"),
+    [({}, True), ({"generations": [9, 9, 9]}, False), ({"nonce": bytes(16)}, False), ({"stale": 1}, False)],
+    ids=["right", "generation", "nonce", "stale"],
+)
+def test_decode_seals_digests_as_it_asked_prefill_to(fake: FakePrefill, changed: dict[str, Any], arrives: bool) -> None:
+    reserve = fake.reserved("r")
+    assert len(reserve.nonce) == 16
+    decode = fake.rig.hellos["decode-0"]
+    segment = Segment.open(Path(decode.address.removeprefix("shm:")), decode.page_bytes)
+    sent = torch.arange(3, dtype=torch.uint8)[:, None].repeat(1, decode.page_bytes) + 1
+    arrived = sent.clone()
+    if "stale" in changed:
+        arrived[changed["stale"]] = 0  # what stood there before
+    for page, data in zip(reserve.pages, arrived, strict=True):
+        segment.put(page, data, torch.tensor([1, 2, 3]))
+    how = {"generations": reserve.generations, "nonce": reserve.nonce, **changed}
+    how.pop("stale", None)
+    fake.hand_off(reserve, digests=fake.digester.pages(sent, "a", "r", [0, 1, 2], **how))
+    # Past the digests it comes to the tags, which are none of the request's.
+    assert fake.rig.failure("r").code == ("kv_page_mismatch" if arrives else "transfer_failed")
+
+
 def test_decode_does_not_read_pages_that_bear_no_tag_of_the_request(fake: FakePrefill) -> None:
     reserve = fake.reserved("r")
     fake.hand_off(reserve)  # nothing was ever written
