@@ -17,18 +17,31 @@ namespace kvguard {
 
 namespace {
 
+constexpr std::size_t kLineWords = 16;
+
+// Asks for the same line of both halves of the next block: out of memory that is about twice as fast, because a block is
+// two streams that break off at each page of the machine, and its own looking ahead does not follow them. A prefetch
+// behind the end of what there is does nothing.
+inline void look_ahead(const unsigned char* half) {
+    __builtin_prefetch(half + kBlockBytes);
+    __builtin_prefetch(half + kBlockBytes + 4 * kHalfWords);
+}
+
 bool everywhere() { return true; }
 
 void nh_plain(const std::uint32_t* table, const unsigned char* data, std::size_t blocks, Hash* out) {
     for (; blocks != 0; --blocks, data += kBlockBytes, ++out) {
         std::uint64_t sum0 = 0, sum1 = 0;
-        for (std::size_t i = 0; i < kHalfWords; ++i) {
-            std::uint32_t a, b;
-            std::memcpy(&a, data + 4 * i, sizeof a);
-            std::memcpy(&b, data + 4 * (kHalfWords + i), sizeof b);
-            const std::uint32_t middle = table[kHalfWords + i];
-            sum0 += static_cast<std::uint64_t>(a + table[i]) * static_cast<std::uint32_t>(b + middle);
-            sum1 += static_cast<std::uint64_t>(a + middle) * static_cast<std::uint32_t>(b + table[2 * kHalfWords + i]);
+        for (std::size_t line = 0; line < kHalfWords; line += kLineWords) {
+            look_ahead(data + 4 * line);
+            for (std::size_t i = line; i < line + kLineWords; ++i) {
+                std::uint32_t a, b;
+                std::memcpy(&a, data + 4 * i, sizeof a);
+                std::memcpy(&b, data + 4 * (kHalfWords + i), sizeof b);
+                const std::uint32_t low = table[i], middle = table[kHalfWords + i], high = table[2 * kHalfWords + i];
+                sum0 += static_cast<std::uint64_t>(a + low) * static_cast<std::uint32_t>(b + middle);
+                sum1 += static_cast<std::uint64_t>(a + middle) * static_cast<std::uint32_t>(b + high);
+            }
         }
         *out = {sum0, sum1};
     }
@@ -57,6 +70,7 @@ __attribute__((target("avx2"))) void nh_avx2(const std::uint32_t* table, const u
     for (; blocks != 0; --blocks, data += kBlockBytes, ++out) {
         __m256i sum0 = _mm256_setzero_si256(), sum1 = sum0;
         for (std::size_t i = 0; i < kHalfWords; i += 8) {
+            if (i % kLineWords == 0) look_ahead(data + 4 * i);
             const __m256i a = load256(data + 4 * i), b = load256(data + 4 * (kHalfWords + i));
             const __m256i middle = load256(table + kHalfWords + i);
             sum0 = _mm256_add_epi64(sum0, products(_mm256_add_epi32(a, load256(table + i)), _mm256_add_epi32(b, middle)));
@@ -80,7 +94,8 @@ __attribute__((target("avx512f"))) void nh_avx512(const std::uint32_t* table, co
                                                    std::size_t blocks, Hash* out) {
     for (; blocks != 0; --blocks, data += kBlockBytes, ++out) {
         __m512i sum0 = _mm512_setzero_si512(), sum1 = sum0;
-        for (std::size_t i = 0; i < kHalfWords; i += 16) {
+        for (std::size_t i = 0; i < kHalfWords; i += kLineWords) {
+            look_ahead(data + 4 * i);
             const __m512i a = load512(data + 4 * i), b = load512(data + 4 * (kHalfWords + i));
             const __m512i middle = load512(table + kHalfWords + i);
             sum0 = _mm512_add_epi64(sum0, products(_mm512_add_epi32(a, load512(table + i)), _mm512_add_epi32(b, middle)));
