@@ -63,8 +63,7 @@ class PageDigester:
             return digester.pages([view], tenant, request, pages, first, generations=generations, nonce=nonce)
         from engine.kernels.digest_triton import page_hashes
 
-        places = torch.tensor(pages, dtype=torch.int64, device=data.device)
-        hashes = page_hashes([data], places, self._tensors(tenant, data.device))
+        hashes = page_hashes([data], pages, self._tensors(tenant, data.device))
         return digester.seal(
             tobytes(hashes), tenant, request, first,
             generations=generations, nonce=nonce, piece_bytes=data.shape[1],

@@ -79,17 +79,17 @@ def pieces_of(pools: Sequence[Tensor], layers: int) -> list[Tensor]:
     return pieces
 
 
-def page_hashes(pools: Sequence[Tensor], pages: Tensor, key: HashTensors, layers: int = 1) -> Tensor:
+def page_hashes(pools: Sequence[Tensor], pages: Sequence[int], key: HashTensors, layers: int = 1) -> Tensor:
     """The hashes of pages.
 
     Args:
         pools: See `pieces_of`.
-        pages: [n] int64, which, on the pools' device.
-        key: The tenant's, on the same device.
+        pages: Which, in order.
+        key: The tenant's, on the pools' device.
         layers: See `pieces_of`.
 
     Returns:
-        [n, 2] int64, each below 2⁶¹ - 1.
+        [n, 2] int64, each below 2⁶¹ - 1, on the pools' device.
 
     Raises:
         ValueError: See `pieces_of`; or a page is not in a pool.
@@ -97,18 +97,18 @@ def page_hashes(pools: Sequence[Tensor], pages: Tensor, key: HashTensors, layers
     pieces = pieces_of(pools, layers)
     check_pages(pieces, pages)
     if not pieces[0].shape[1]:
-        return torch.ones((len(pages), 2), dtype=torch.int64, device=pages.device)
-    values = [_nh(piece[pages], key.table) for piece in pieces]
+        return torch.ones((len(pages), 2), dtype=torch.int64, device=key.table.device)
+    places = torch.tensor(pages, dtype=torch.int64, device=key.table.device)
+    values = [_nh(piece[places], key.table) for piece in pieces]
     return _polynomial(torch.cat(values, 1), key.powers)
 
 
-def check_pages(pieces: Sequence[Tensor], pages: Tensor) -> None:
+def check_pages(pieces: Sequence[Tensor], pages: Sequence[int]) -> None:
     """Raises ValueError for a page that a piece's pool does not have."""
-    if pages.numel():
-        low, high = (int(x) for x in pages.aminmax())
-        count = min(len(piece) for piece in pieces)
-        if low < 0 or high >= count:
-            raise ValueError(f"pages: there is no page {low if low < 0 else high} among {count}")
+    count = min(len(piece) for piece in pieces)
+    absent = [page for page in pages if not 0 <= page < count]
+    if absent:
+        raise ValueError(f"pages: there is no page {absent[0]} among {count}")
 
 
 def tobytes(hashes: Tensor) -> list[bytes]:

@@ -20,34 +20,35 @@ from engine.kernels.digest import BLOCK_BYTES, CHUNK, HALF, HashTensors, check_p
 _TILE = 4
 """Blocks that a program reads at a time, so that enough loads are under way."""
 _STEPS = 4
-"""How often a program does so, so that the key table is read once for 64 KiB."""
+"""How often a program does so at most, so that the key table is read once for 64 KiB."""
 
 
-def page_hashes(pools: Sequence[Tensor], pages: Tensor, key: HashTensors, layers: int = 1) -> Tensor:
+def page_hashes(pools: Sequence[Tensor], pages: Sequence[int], key: HashTensors, layers: int = 1) -> Tensor:
     """See `engine.kernels.digest.page_hashes`, which this equals to the bit."""
     pieces = pieces_of(pools, layers)
     check_pages(pieces, pages)
     size = pieces[0].shape[1]
     per_piece = -(-size // BLOCK_BYTES)
     blocks = per_piece * len(pieces)
-    device = pages.device
+    device = key.table.device
     out = torch.ones((len(pages), 2), dtype=torch.int64, device=device)
     if not len(pages) or not blocks:
         return out
     # Where each piece of each page starts: one launch serves any number of pools.
-    bases = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64, device=device)
-    strides = torch.tensor([piece.stride(0) for piece in pieces], dtype=torch.int64, device=device)
-    starts = (bases + pages[:, None] * strides).contiguous()
+    bases = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64)
+    strides = torch.tensor([piece.stride(0) for piece in pieces], dtype=torch.int64)
+    starts = (bases + torch.tensor(pages, dtype=torch.int64)[:, None] * strides).to(device)
     # What all starts are multiples of decides how wide loads are.
     odd = size
     for piece in pieces:
         odd |= piece.data_ptr() | piece.stride(0)
     values = torch.empty((len(pages), blocks, 2), dtype=torch.int64, device=device)
-    grid = (len(pages) * len(pieces), triton.cdiv(per_piece, _TILE * _STEPS))
+    steps = min(_STEPS, triton.cdiv(per_piece, _TILE))
+    grid = (len(pages) * len(pieces), triton.cdiv(per_piece, _TILE * steps))
     _nh_kernel[grid](
         starts, key.table, values, size, size // 4, per_piece,
-        HALF_=HALF, TILE=_TILE, STEPS=_STEPS, WORDS=odd % 4 == 0, ALIGNED=odd % 16 == 0,
-        WHOLE=size % (BLOCK_BYTES * _TILE * _STEPS) == 0,
+        HALF_=HALF, TILE=_TILE, STEPS=steps, WORDS=odd % 4 == 0, ALIGNED=odd % 16 == 0,
+        WHOLE=size % (BLOCK_BYTES * _TILE * steps) == 0,
     )  # fmt: skip
     _polynomial_kernel[(len(pages), 2)](values, key.powers, out, blocks, triton.cdiv(blocks, CHUNK), CHUNK_=CHUNK)
     return out
