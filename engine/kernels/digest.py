@@ -23,9 +23,9 @@ CHUNK = 128
 _LOW = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HashTensors:
-    """A tenant's key of the hash, where the pages are. Not to be printed or kept longer than it is used."""
+    """A tenant's key of the hash, where the pages are."""
 
     table: Tensor
     """[1536] int32: the key table of NH, the bits of unsigned words."""
