@@ -447,6 +447,23 @@ def test_decode_seals_digests_as_it_asked_prefill_to(fake: FakePrefill, changed:
     assert fake.rig.failure("r").code == ("kv_page_mismatch" if arrives else "transfer_failed")
 
 
+@pytest.mark.parametrize("nonce", [b"", bytes(15), bytes(17)], ids=len)
+def test_prefill_takes_no_reservation_without_a_proper_nonce(start: Callable[..., Rig], nonce: bytes) -> None:
+    rig = start(workers=("prefill-0",))
+    rig.hellos["decode-0"] = Hello(
+        worker="decode-0", epoch=1, role=Role.DECODE, pages=8, page_tokens=8, page_bytes=8, address=""
+    )
+    with closing(Mailbox(rig.directory, "decode-0")):
+        rig.submit("r", prompt(8), to=(Role.PREFILL,))
+        reserve = Reserve(
+            request="r", epoch=rig.hellos["prefill-0"].epoch, decode="decode-0", decode_epoch=1, transfer="r.0",
+            pages=[0], generations=[1], nonce=nonce, address="shm:/dev/shm/kvguard-test-nowhere",
+        )  # fmt: skip
+        rig.send("prefill-0", reserve)
+        rig.until(lambda: rig.measure("prefill-0").counters.get("strange_messages") == 1)
+        assert rig.measure("prefill-0").gauges["transfers"] == 0
+
+
 def test_decode_does_not_read_pages_that_bear_no_tag_of_the_request(fake: FakePrefill) -> None:
     reserve = fake.reserved("r")
     fake.hand_off(reserve)  # nothing was ever written
