@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
+
 from engine.answer import Answer
 from engine.faults import Fault
 from engine.host import Host
 from engine.messages import Handoff, Reserve, StopTransfer
 from engine.transport.link import Receiver
 from guard.records import Side, TransferEnd, TransferStatus
+from hooks.digest import NONCE_BYTES
 
 _BELIEVED = frozenset({Fault.SWALLOWED_REJECT, Fault.PARTIAL_TRANSFER})
 """Faults from engines that took the sender's word for how much had arrived."""
@@ -31,6 +34,7 @@ class Landing:
         """Tells prefill where the prompt's pages go."""
         host, message, pool = self._host, request.message, self._pool
         request.landing = request.sequence.pages[: pool.pages_for(len(message.prompt))]
+        request.nonce = secrets.token_bytes(NONCE_BYTES)
         generations = [pool.generation(page) for page in request.landing]
         self._receiver.grant(request.transfer, request.landing, generations)
         if Fault.EARLY_FREE not in self._faults:
@@ -45,6 +49,7 @@ class Landing:
                 transfer=request.transfer,
                 pages=request.landing,
                 generations=generations,
+                nonce=request.nonce,
                 address=self._receiver.address,
             ),
         )
@@ -74,7 +79,10 @@ class Landing:
             tenant, pages = request.sequence.tenant, handoff.pages
             # The first one, unless a fault sent other pages.
             first = request.landing.index(pages[0]) if pages and pages[0] in request.landing else 0
-            digests = self._host.digester.pages(self._pool.segment.data, tenant, request.name, pages, first)
+            digests = self._host.digester.pages(
+                self._pool.segment.data, tenant, request.name, pages, first,
+                generations=[self._pool.generation(page) for page in pages], nonce=request.nonce,
+            )  # fmt: skip
         problem = self._problem(request, handoff, digests)
         status = TransferStatus.FAILED if problem else TransferStatus.OK
         return self.ended(request, status, handoff.pages, handoff.tokens, digests), problem

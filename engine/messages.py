@@ -90,6 +90,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     pages: list[int]
     generations: list[int]
     """Of the destination pages: the owner tag is written with the bytes."""
+    nonce: bytes
+    """16 random bytes: both sides seal this transfer's digests with them."""
     address: str
 
 

@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.scheduler import Chunk, plan
 from engine.transport.sender import Sender, Transfer
 from guard.records import Admit, Outcome, Read, TransferStatus, Write
+from hooks.digest import NONCE_BYTES
 
 _EARLY = 4096
 """Reservations, and stops, kept for requests that have not come yet; the router's message may be the later one."""
@@ -158,6 +159,7 @@ class PrefillStage:
 
     def _reserve(self, request: Prompt, message: Reserve) -> None:
         fits = len(message.pages) == len(message.generations) == self._pool.pages_for(len(request.message.prompt))
+        fits = fits and len(message.nonce) == NONCE_BYTES
         if request.reserve is not None or message.decode != request.message.decode or not fits:
             self._host.counters["strange_messages"] += 1
             return

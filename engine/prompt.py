@@ -147,6 +147,8 @@ class PromptPages:
                 context=sequence.context,
                 source=sequence.pages[first:stop],
                 destination=reserve.pages[first:stop],
+                generations=reserve.generations[first:stop],
+                nonce=reserve.nonce,
                 tags=self._pool.tags_of(sequence.tenant, prompt.name, reserve.generations[first:stop]),
                 first=first,
                 tokens=tokens - first * size,

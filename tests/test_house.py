@@ -19,7 +19,7 @@ ROOMS = ("guard", "engine", "hooks", "exporters")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 HEAVY = (
-    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "blake3",
+    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn",
 )  # fmt: skip
 """Import names of the `engine` extra."""
 
@@ -69,8 +69,8 @@ def test_only_where_the_daemon_is_put_together_are_exporters_known() -> None:
     assert {module for module, name in imports("guard") if within(name, "exporters")} == {"guard.daemon"}
 
 
-def test_the_engine_knows_of_the_guard_the_records_the_board_and_the_emitter() -> None:
-    allowed = ("guard.records", "guard.act.board", "hooks.emit")
+def test_the_engine_knows_of_the_guard_the_records_the_board_the_emitter_and_the_digests() -> None:
+    allowed = ("guard.records", "guard.act.board", "hooks.emit", "hooks.digest")
     wrong = [
         (module, name)
         for module, name in imports("engine")
@@ -178,7 +178,9 @@ def guardctl(*arguments: str) -> subprocess.CompletedProcess[str]:
     return without(NOT_IN_BASE, f"from guard.cli import main\nmain({list(arguments)!r}, prog_name='guardctl')")
 
 
-@pytest.mark.parametrize("module", ["guard.cli", "guard.daemon", "guard.cli.replay", "guard.cli.demo", "hooks.emit"])
+@pytest.mark.parametrize(
+    "module", ["guard.cli", "guard.daemon", "guard.cli.replay", "guard.cli.demo", "hooks.emit", "hooks.digest"]
+)
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}\nprint(*sys.modules)"],
@@ -188,7 +190,7 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
         check=True,
     ).stdout.split()
     assert module in loaded
-    heavy = (*HEAVY, "engine", *(("grpc", "opentelemetry.sdk") if module == "hooks.emit" else ()))
+    heavy = (*HEAVY, "engine", *(("grpc", "opentelemetry.sdk") if module.startswith("hooks.") else ()))
     assert not [name for name in loaded if within(name, *heavy)]
 
 

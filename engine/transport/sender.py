@@ -40,6 +40,10 @@ class Transfer:
     context: Context | None
     source: list[int]
     destination: list[int]
+    generations: list[int]
+    """Of the destination pages, for the digests."""
+    nonce: bytes
+    """The request's transfer's, for the digests."""
     tags: Tensor
     """[pages, 3]: owner tags of the destination pages."""
     first: int
@@ -163,8 +167,9 @@ class Sender:
         """Records the begin unless the transfer was cancelled; after `Transfer.cancel` none is recorded."""
         if self._digests and not transfer._cancelled:
             transfer.digests = self._digester.pages(
-                self._segment.data, transfer.tenant, transfer.request, transfer.source, transfer.first
-            )
+                self._segment.data, transfer.tenant, transfer.request, transfer.source, transfer.first,
+                generations=transfer.generations, nonce=transfer.nonce,
+            )  # fmt: skip
         with transfer._lock:
             if transfer._cancelled:
                 return False
