@@ -20,6 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from engine.kernels.pages import write_pages
+
 TAG_WORDS = 3
 _TAG_BYTES = 8 * TAG_WORDS
 _SHARED_MEMORY = Path("/dev/shm")
@@ -112,9 +114,7 @@ class Segment:
             data: [page_bytes] uint8.
             tag: [3] int64.
         """
-        self.tags[page] = 0
-        self.data[page].copy_(data)
-        self.tags[page] = tag
+        write_pages(self.data, self.tags, [page], data[None], tag[None])
 
     def unlink(self) -> None:
         """Removes the file; mappings stay readable until they go."""

@@ -143,7 +143,9 @@ def guarded_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     elif out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
-        raise ValueError(f"out: contiguous {q.dtype} {_shape(q)} on {q.device} is needed, not {out.dtype} {_shape(out)}")
+        raise ValueError(
+            f"out: contiguous {q.dtype} {_shape(q)} on {q.device} is needed, not {out.dtype} {_shape(out)}"
+        )
     scale = q.shape[2] ** -0.5 if scale is None else scale
     if in_triton(q, backend):
         from engine.kernels import guarded_triton
@@ -182,7 +184,9 @@ def _attention(
             kept = half[pages].flatten(0, 1)[:length].float()
             return torch.where(seen[:, None, None], kept, 0).transpose(0, 1)  # [kv_heads, length, head_dim]
 
-        asked = q[rows].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, new, head_dim]
+        asked = (
+            q[rows].float().view(new, kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+        )  # [kv_heads, group, new, head_dim]
         scores = scale * asked @ gather(k_pages)[:, None].transpose(2, 3)
         position = torch.arange(length - new, length, device=q.device)
         hidden = (torch.arange(length, device=q.device) > position[:, None]) | ~token_seen

@@ -122,9 +122,7 @@ def _attend(
         page, ok = _look(table, wanted, tags, pages, marked, begin, stop, PAGE_TOKENS, BLOCK, SPAN, GUARD)
         for at in range(begin, stop, BLOCK):
             after = at + BLOCK
-            next_page, next_ok = _look(
-                table, wanted, tags, pages, marked, after, stop, PAGE_TOKENS, BLOCK, SPAN, GUARD
-            )
+            next_page, next_ok = _look(table, wanted, tags, pages, marked, after, stop, PAGE_TOKENS, BLOCK, SPAN, GUARD)
             token = at + column
             place = token % PAGE_TOKENS
             live = token < stop
@@ -232,6 +230,7 @@ def attention(
     sums = torch.empty((n, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
     single = q.dtype == torch.float32
     block = _block(padded, single)
+    span = triton.next_power_of_2(triton.cdiv(block - 1, page_tokens) + 1)
     # In the interpreter tl.dot of bfloat16 is silently wrong.
     upcast = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
     _attend[(len(batch.lengths) * tiles, kv_heads, parts)](
@@ -239,7 +238,7 @@ def attention(
         batch.new_tokens, batch.marks, scale * _LOG2_E, len(tags), batch.tables.shape[1], tiles,
         *q.stride()[:2], *k_pages.stride(), *v_pages.stride(), heads,
         GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded, PAGE_TOKENS=page_tokens, TILE=tile, ROWS=rows,
-        BLOCK=block, PARTS=parts, SPAN=triton.next_power_of_2(triton.cdiv(block - 1, page_tokens) + 1), GUARD=guard, UPCAST=upcast,
+        BLOCK=block, PARTS=parts, SPAN=span, GUARD=guard, UPCAST=upcast,
         PRECISION="ieee" if single or upcast else "tf32", num_warps=4, num_stages=2 if single else 3,
     )  # fmt: skip
     if parts > 1:
@@ -256,7 +255,7 @@ def _block(padded_dim: int, single: bool) -> int:
 
 def _parts(programs: int, longest: int, device: torch.device) -> int:
     wanted = triton.cdiv(_WAVES * _multiprocessors(device), programs)
-    return max(1, min(wanted, triton.cdiv(longest, _LEAST_PART), _MOST_PARTS))
+    return int(max(1, min(wanted, triton.cdiv(longest, _LEAST_PART), _MOST_PARTS)))
 
 
 @cache

@@ -14,6 +14,7 @@ matrix with lengths (FlashAttention, vLLM), and indices with row pointers (Flash
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def _check(tags: Tensor, tables: Tensor, expected: Tensor, used: Tensor | None, 
         return summary(wrong & (torch.arange(tables.shape[1], device=tables.device) < used[:, None]), tables)
     assert indptr is not None
     ends = indptr.tolist()
-    if ends[0] < 0 or ends[-1] > len(tables) or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+    if ends[0] < 0 or ends[-1] > len(tables) or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"indptr: {ends} must rise from 0 to {len(tables)}, the number of entries")
     requests = len(ends) - 1
     counts = torch.zeros(requests, dtype=torch.int32, device=tables.device)
@@ -132,7 +133,7 @@ def _check(tags: Tensor, tables: Tensor, expected: Tensor, used: Tensor | None, 
     # Every step of an engine comes here, and but for an attack or a bug it goes no further.
     if not bool(wrong.any()):
         return PageCheck(wrong, counts, first, page)
-    for row, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for row, (start, stop) in enumerate(pairwise(ends)):
         places = wrong[start:stop].nonzero()[:, 0]
         if len(places):
             counts[row], first[row], page[row] = len(places), places[0], tables[start + places[0]]
@@ -153,9 +154,11 @@ def _check_arguments(
     if (used is None) == (indptr is None):
         raise ValueError("tables: give used with a matrix, or indptr with flat entries")
     if used is not None and (tables.dim() != 2 or used.shape != tables.shape[:1]):
-        raise ValueError(f"used: {list(used.shape)} must be [requests] of tables [requests, width], {_shape(tables)}")
+        raise ValueError(f"used: {_shape(used)} must be [requests] of tables [requests, width], not {_shape(tables)}")
     if indptr is not None and (tables.dim() != 1 or indptr.dim() != 1 or not indptr.numel()):
-        raise ValueError(f"indptr: {list(indptr.shape)} must be [requests + 1], with tables [entries], {_shape(tables)}")
+        raise ValueError(
+            f"indptr: {list(indptr.shape)} must be [requests + 1], with tables [entries], {_shape(tables)}"
+        )
 
 
 def check_tags(tags: Tensor) -> None:
@@ -165,4 +168,4 @@ def check_tags(tags: Tensor) -> None:
 
 
 def _shape(tensor: Tensor) -> str:
-    return f"not {list(tensor.shape)}"
+    return str(list(tensor.shape))

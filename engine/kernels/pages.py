@@ -47,7 +47,11 @@ def write_pages(
 
         device = pool.device
         return pages_triton.write(
-            pool, tags, torch.tensor(pages, dtype=torch.int64, device=device), data.to(device), new_tags.to(device).contiguous()
+            pool,
+            tags,
+            torch.tensor(pages, dtype=torch.int64, device=device),
+            data.to(device),
+            new_tags.to(device).contiguous(),
         )
     for page, row, tag in zip(pages, data, new_tags, strict=True):
         tags[page] = 0
