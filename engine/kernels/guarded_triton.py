@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LOG2_E = 1.4426950408889634
 _TILE_ROWS = 64
-"""Rows (new tokens · heads of a group) of a tile where there are so many: of prompt chunks."""
+"""Rows (new tokens · heads of a group) of a tile of a prompt chunk."""
 _LEAST_PART = 256
 """Tokens of a part: fewer are not worth the second kernel."""
 _MOST_PARTS = 128
@@ -71,19 +71,21 @@ def look_again(table, expected, tags, pages, marks, begin, stop, PAGE_TOKENS: tl
         tl.store(marks + entry, tl.full((_ENTRIES,), 1, tl.uint8), mask=live & (ok == 0))
 
 
-@triton.jit
+# What changes from step to step must not make a new kernel each time: these are not specialised on.
+@triton.jit(do_not_specialize=["pages", "width", "tiles", "parts"])
 def _attend(
-    q, k, v, out, parts, sums, tables, expected, tags, lengths, starts, news, marks, scale, pages, width, tiles,
+    q, k, v, out, partial, sums, tables, expected, tags, lengths, starts, news, marks, scale,
+    pages, width, tiles, parts,
     q_row, q_head, k_page, k_token, k_head, k_dim, v_page, v_token, v_head, v_dim, heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr,
-    GUARD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    SPLIT: tl.constexpr, GUARD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests · tiles, kv_heads, PARTS). `scale` is of scores to the base 2.
+    """Grid (requests · tiles, kv_heads, parts). `scale` is of scores to the base 2.
 
-    TILE new tokens a tile; ROWS ≥ TILE · GROUP rows. With PARTS = 1 the result goes to `out` [n, heads, HEAD_DIM],
-    else to `parts` [n, heads, PARTS, HEAD_DIM] float32, not divided by its sum yet, with maximum and sum in `sums`
-    [n, heads, PARTS, 2] float32.
+    TILE new tokens a tile; ROWS ≥ TILE · GROUP rows. Without SPLIT the result goes to `out` [n, heads, HEAD_DIM],
+    else to `partial` [n, heads, parts, HEAD_DIM] float32, not divided by its sum yet, with maximum and sum in `sums`
+    [n, heads, parts, 2] float32.
     """
     request = tl.program_id(0) // tiles
     kv_head = tl.program_id(1)
@@ -111,7 +113,7 @@ def _attend(
         marked = marks + request.to(tl.int64) * width
         # What the tile's last token sees, in blocks, shared out evenly.
         end = tl.minimum(length, length - new + first + TILE)
-        share = tl.cdiv(tl.cdiv(end, BLOCK), PARTS) * BLOCK
+        share = tl.cdiv(tl.cdiv(end, BLOCK), parts) * BLOCK
         begin = part * share
         stop = tl.minimum(end, begin + share)
 
@@ -159,20 +161,20 @@ def _attend(
             look_again(table, wanted, tags, pages, marked, begin, stop, PAGE_TOKENS)
 
         kept = asks[:, None] & in_head[None, :]
-        if PARTS == 1:
-            mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=kept)
-        else:
-            slot = out_row * PARTS + part
-            tl.store(parts + slot[:, None] * HEAD_DIM + dim[None, :], mixed, mask=kept)
+        if SPLIT:
+            slot = out_row * parts + part
+            tl.store(partial + slot[:, None] * HEAD_DIM + dim[None, :], mixed, mask=kept)
             tl.store(sums + slot * 2, top, mask=asks)
             tl.store(sums + slot * 2 + 1, total, mask=asks)
+        else:
+            mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_new", "parts"])
 def _join(
-    parts, sums, out, starts, news, most_new, heads,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    partial, sums, out, starts, news, most_new, parts, heads,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests · most_new, heads): puts the parts of one row together."""
     request = tl.program_id(0) // most_new
@@ -184,14 +186,14 @@ def _join(
         top = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
         mixed = tl.zeros((PADDED_DIM,), tl.float32)
-        for at in range(0, PARTS, BLOCK):
+        for at in range(0, parts, BLOCK):
             part = at + tl.arange(0, BLOCK)
-            live = part < PARTS
-            slot = row * PARTS + part
+            live = part < parts
+            slot = row * parts + part
             tops = tl.load(sums + slot * 2, mask=live, other=float("-inf"))
             totals = tl.load(sums + slot * 2 + 1, mask=live, other=0.0)
             kept = live[:, None] & in_head[None, :]
-            found = tl.load(parts + slot[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
+            found = tl.load(partial + slot[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
             higher = tl.maximum(top, tl.max(tops, 0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(tops - base)
@@ -220,31 +222,32 @@ def attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     group = heads // kv_heads
-    tile = max(1, min(batch.most_new, _TILE_ROWS // group))
+    tile = 1 if batch.most_new == 1 else max(1, _TILE_ROWS // group)
     rows = max(16, triton.next_power_of_2(tile * group))
     padded = max(16, triton.next_power_of_2(head_dim))
     tiles = triton.cdiv(batch.most_new, tile)
-    programs = len(batch.lengths) * tiles * kv_heads
-    parts = splits or _parts(programs, batch.longest, q.device)
-    joined = torch.empty((n, heads, parts, head_dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
+    requests = len(batch.lengths)
+    parts = splits or _parts(requests * tiles * kv_heads, batch.longest, q.device)
+    partial = torch.empty((n, heads, parts, head_dim) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
     sums = torch.empty((n, heads, parts, 2) if parts > 1 else (1,), dtype=torch.float32, device=q.device)
     single = q.dtype == torch.float32
     block = _block(padded, single)
     span = triton.next_power_of_2(triton.cdiv(block - 1, page_tokens) + 1)
     # In the interpreter tl.dot of bfloat16 is silently wrong.
     upcast = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
-    _attend[(len(batch.lengths) * tiles, kv_heads, parts)](
-        q, k_pages, v_pages, out, joined, sums, batch.tables, batch.expected, tags, batch.lengths, batch.starts,
-        batch.new_tokens, batch.marks, scale * _LOG2_E, len(tags), batch.tables.shape[1], tiles,
+    _attend[(requests * tiles, kv_heads, parts)](
+        q, k_pages, v_pages, out, partial, sums, batch.tables, batch.expected, tags, batch.lengths, batch.starts,
+        batch.new_tokens, batch.marks, scale * _LOG2_E, len(tags), batch.tables.shape[1], tiles, parts,
         *q.stride()[:2], *k_pages.stride(), *v_pages.stride(), heads,
         GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded, PAGE_TOKENS=page_tokens, TILE=tile, ROWS=rows,
-        BLOCK=block, PARTS=parts, SPAN=span, GUARD=guard, UPCAST=upcast,
-        PRECISION="ieee" if single or upcast else "tf32", num_warps=4, num_stages=2 if single else 3,
+        BLOCK=block, SPAN=span, SPLIT=parts > 1, GUARD=guard, UPCAST=upcast,
+        PRECISION="ieee" if single or upcast else "tf32", num_warps=4,
+        num_stages=3 if tile == 1 and not single else 2,
     )  # fmt: skip
     if parts > 1:
-        _join[(len(batch.lengths) * batch.most_new, heads)](
-            joined, sums, out, batch.starts, batch.new_tokens, batch.most_new, heads,
-            HEAD_DIM=head_dim, PADDED_DIM=padded, PARTS=parts, BLOCK=16,
+        _join[(requests * batch.most_new, heads)](
+            partial, sums, out, batch.starts, batch.new_tokens, batch.most_new, parts, heads,
+            HEAD_DIM=head_dim, PADDED_DIM=padded, BLOCK=16,
         )  # fmt: skip
 
 

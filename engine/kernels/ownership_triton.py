@@ -47,7 +47,7 @@ def bears(expected, tags, pages, entry, page, live, AGAIN: tl.constexpr):
     return known & (found % 8 == 4) & (found >= 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "width"])
 def _check_rows(
     tags, tables, expected, rows, refused, counts, first, first_page, pages, width,
     RAGGED: tl.constexpr, BLOCK: tl.constexpr,
