@@ -90,9 +90,8 @@ def refused_entries(tags: Tensor, tables: Tensor, expected: Tensor) -> Tensor:
     Returns:
         [...] bool, True where the page must not be read.
     """
-    found = tags[tables.clamp(0, tags.shape[0] - 1)]
-    outside = (tables < 0) | (tables >= tags.shape[0])
-    return (found != expected).any(dim=-1) | outside | ~expected.any(dim=-1)
+    inside = tables.clamp(0, tags.shape[0] - 1)
+    return (tags[inside] != expected).any(dim=-1) | (inside != tables) | ~expected.any(dim=-1)
 
 
 def summary(refused: Tensor, tables: Tensor) -> PageCheck:
@@ -126,13 +125,8 @@ def _check(tags: Tensor, tables: Tensor, expected: Tensor, used: Tensor | None, 
     counts = torch.zeros(requests, dtype=torch.int32, device=tables.device)
     first = torch.full((requests,), -1, dtype=torch.int32, device=tables.device)
     page = first.long()
-    outside = ends[0] > 0 or ends[-1] < len(tables)
-    if outside:
-        wrong[: ends[0]] = False
-        wrong[ends[-1] :] = False
-    # Every step of an engine comes here, and but for an attack or a bug it goes no further.
-    if not bool(wrong.any()):
-        return PageCheck(wrong, counts, first, page)
+    wrong[: ends[0]] = False
+    wrong[ends[-1] :] = False
     for row, (start, stop) in enumerate(pairwise(ends)):
         places = wrong[start:stop].nonzero()[:, 0]
         if len(places):
