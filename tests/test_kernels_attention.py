@@ -192,6 +192,29 @@ def test_without_the_second_look_it_would_not_be() -> None:
     assert batch.check().clean
 
 
+@pytest.mark.parametrize("new", [1, 6])
+def test_a_tag_that_was_foreign_at_the_read_stays_marked_when_it_is_mended(
+    monkeypatch: pytest.MonkeyPatch, new: int
+) -> None:
+    from engine.kernels import guarded_triton
+
+    world = World.make([40], [new], page_tokens=4)
+    right = world.tags.clone()
+    world.poison(world.tables[0][6])
+    expected = world.wanted()
+    second_look = guarded_triton.look_again
+
+    def somebody_comes_between(*arguments: Any) -> None:
+        world.tags.copy_(right)
+        second_look(*arguments)
+
+    monkeypatch.setattr(guarded_triton, "look_again", somebody_comes_between)
+    batch = world.batch()
+    out = attend(world, "triton", batch, splits=1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert batch.check().refused[0].nonzero()[:, 0].tolist() == [6]
+
+
 @each_backend
 def test_without_the_guard_nothing_is_looked_at(backend: Backend) -> None:
     world = World.make([10, 3], page_tokens=4)

@@ -115,6 +115,19 @@ def test_a_page_that_changes_between_the_layers_is_named_and_gives_no_token() ->
     assert (len(second.output), second.computed) == (1, computed)
 
 
+def test_a_fresh_page_is_not_tagged_again_by_the_layers_behind_the_first() -> None:
+    stand = Stand()
+    sequence = stand.sequence("a", PROMPTS[1])
+
+    def steal(layer: int) -> None:
+        if layer == 1:
+            stand.pool.tags[sequence.pages[0], 1] += 1
+
+    stand.at_layer = steal
+    assert stand.step(sequence) == {"a": [sequence.pages[0]]}
+    assert not sequence.output
+
+
 def test_a_fresh_page_gets_its_tag_behind_its_first_bytes() -> None:
     stand = Stand()
     sequence = stand.sequence("a", PROMPTS[1])
