@@ -183,9 +183,11 @@ def attention(
 ) -> dict[tuple[int, int], list[tuple[float, float]]]:
     """Guarded against unguarded. Returns (context, guarded / unguarded) by page size and batch."""
     report.head("decode attention", "page", "unguarded ms", "guarded / unguarded", "traffic of a copy's")
-    free = 0 if INTERPRET else torch.cuda.mem_get_info()[0]
     token_bytes = 2 * KV_HEADS * HEAD_DIM * 2
-    room = 128 if INTERPRET else int(0.6 * free) // token_bytes // 64 * 64
+    room = 128
+    if not INTERPRET:
+        torch.cuda.empty_cache()
+        room = int(0.6 * torch.cuda.mem_get_info()[0]) // token_bytes // 64 * 64
     k, v = (torch.empty((room, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device) for _ in range(2))
     for half in (k, v):
         half.normal_()
@@ -233,9 +235,12 @@ def tpot(device: torch.device, report: Report) -> None:
     from bench._gpu_engine import Stand
 
     report.head("engine, step of decode", "context", "ms unguarded", "guarded / unguarded")
-    stand = Stand(device, small=INTERPRET)
     for batch, context in STEPS:
-        bare, guarded = stand.steps(batch, context, ROUNDS)
+        try:
+            bare, guarded = Stand(device, small=INTERPRET).steps(batch, context, ROUNDS)
+        except torch.cuda.OutOfMemoryError:
+            report.row(f"batch {batch}", _short(context), "left out (memory)", "")
+            continue
         ratio = statistics.median(b / a for a, b in zip(bare, guarded, strict=True))
         report.row(f"batch {batch}", _short(context), f"{statistics.median(bare) * 1e3:.2f}", f"{ratio:.4f}")
 

@@ -94,4 +94,4 @@ def check(
             tags, tables, expected, rows.contiguous(), refused, counts, first, page, len(tags), width,
             RAGGED=indptr is not None, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-    return refused.bool(), counts, first, page
+    return refused.view(torch.bool), counts, first, page
