@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-NAMES = ("ledger", "emit", "receive", "latency", "sidecar", "engine", "digest")
+NAMES = ("ledger", "emit", "receive", "latency", "sidecar", "engine", "digest", "gpu")
 
 
 def main() -> int:
