@@ -18,7 +18,7 @@ from engine.landing import Landing
 from engine.messages import Abort, AnyMessage, Generate, Handoff, Tokens, TransferStopped, WorkerDown
 from engine.runner import Runner
 from engine.scheduler import Chunk, plan
-from engine.transport.link import Receiver
+from engine.transport.link import Receiver, TransferError
 from guard.act.board import Verdict
 from guard.records import Admit, Alloc, Outcome, Read, Respond, TransferStatus, Write
 
@@ -38,7 +38,6 @@ class DecodeStage:
         self._host = host
         self._pool = host.pool
         self._faults = host.config.faults
-        self._receiver = receiver
         self._landing = Landing(host, receiver)
         self._gate = Gate(host.config.guard, host.name, host.epoch)
         self._refusals: list[Refuse] = []
@@ -66,7 +65,7 @@ class DecodeStage:
             case TransferStopped(request=name):
                 request = self._requests.get(name)
                 if request is not None and request.state is State.STOPPING:
-                    self._stopped(request, message.pages)
+                    self._stopped(request, message.pages, clean=message.status is not TransferStatus.FAILED)
             case Abort(request=name, outcome=outcome):
                 if name in self._requests:
                     self._abort(self._requests[name], outcome)
@@ -77,6 +76,7 @@ class DecodeStage:
 
     def step(self) -> bool:
         """See `engine.host.Stage`."""
+        self._landing.settle()
         # First those that were refused during the last step: no token of theirs may leave after that.
         self._refuse()
         self._let_out()
@@ -97,7 +97,8 @@ class DecodeStage:
         return {
             "requests_running": states[State.RUNNING] + states[State.DRAINING],
             "requests_waiting": states[State.WAITING] + states[State.RESERVED],
-            "transfers": states[State.RESERVED] + states[State.STOPPING],
+            "transfers": states[State.RESERVED] + states[State.STOPPING] + self._landing.unconfirmed,
+            "transfers_unconfirmed": self._landing.unconfirmed,
         }
 
     def counters(self) -> dict[str, float]:
@@ -106,7 +107,7 @@ class DecodeStage:
 
     def close(self) -> None:
         """See `engine.host.Stage`."""
-        self._receiver.close()
+        self._landing.close()
         self._gate.close()
 
     # Coming in
@@ -146,10 +147,17 @@ class DecodeStage:
             del self._waiting[name]
             active += 1
             if fresh:
-                request.state = State.RESERVED
-                self._landing.reserve(request)
+                self._reserve(request)
             else:
                 request.state = State.RUNNING
+
+    def _reserve(self, request: Answer) -> None:
+        request.state = State.RESERVED
+        try:
+            self._landing.reserve(request)
+        except TransferError as error:
+            self._end(request, Outcome.FAILED)
+            self._host.fail(request.name, 500, "transfer_failed", f"No pages can be received: {error}")
 
     def _extend(self, request: Answer, count: int) -> bool:
         """Adds pages to the block table; False if there are too few."""
@@ -174,7 +182,7 @@ class DecodeStage:
             if len(self._early) > _EARLY:
                 self._early.popitem(last=False)
         elif request.state is State.STOPPING:
-            self._stopped(request, handoff.pages)
+            self._stopped(request, handoff.pages, clean=handoff.status is not TransferStatus.FAILED)
         elif request.state is State.RESERVED:
             self._land(request, handoff)
         elif request.state is State.WAITING and handoff.status is not TransferStatus.OK:
@@ -184,13 +192,11 @@ class DecodeStage:
 
     def _land(self, request: Answer, handoff: Handoff) -> None:
         """The transfer is over at the sender."""
-        self._landing.let_go(request)
         if handoff.status is not TransferStatus.OK:
             # Prefill, or whoever stopped it, has told the router why.
-            failed = handoff.pages and handoff.status is TransferStatus.FAILED
-            if handoff.pages:
-                self._landing.ended(request, handoff.status, handoff.pages, 0)
-            self._end(request, Outcome.FAILED if failed else Outcome.ABORTED)
+            failed = handoff.status is TransferStatus.FAILED
+            self._landing.ended(request, handoff.status, handoff.pages, clean=not failed)
+            self._end(request, Outcome.FAILED if failed and handoff.pages else Outcome.ABORTED)
             return
         landed, problem = self._landing.arrived(request, handoff)
         if problem:
@@ -349,15 +355,13 @@ class DecodeStage:
         self._free(request)
         self._landing.stop(request)
 
-    def _stopped(self, request: Answer, touched: list[int]) -> None:
-        """Nothing is written any more for a request that has ended; `touched` pages may have been."""
-        if touched:
-            self._landing.ended(request, TransferStatus.ABORTED, touched, 0)
-        self._landing.let_go(request)
+    def _stopped(self, request: Answer, touched: list[int], *, clean: bool) -> None:
+        """The sender writes no more for a request that has ended; `touched` pages it may have written."""
+        self._landing.ended(request, TransferStatus.ABORTED, touched, clean=clean)
         self._forget(request)
 
     def _end(self, request: Answer, outcome: Outcome) -> None:
-        """Records the end and gives the pages back; no transfer is in flight."""
+        """Records the end and gives the pages back; those that a transfer may yet write stay until it is over."""
         self._host.end(request.sequence, outcome)
         pages = list(request.sequence.pages)
         self._free(request)
@@ -388,10 +392,10 @@ class DecodeStage:
                 continue
             # Its process is gone, and so is the writer. Whether it had begun, nobody can tell any more.
             if state is State.STOPPING:
-                self._stopped(request, request.landing)
+                self._stopped(request, request.landing, clean=False)
                 continue
             if state is State.RESERVED:
-                self._landing.ended(request, TransferStatus.ABORTED, request.landing, 0)
-                self._landing.let_go(request)
+                self._landing.ended(request, TransferStatus.ABORTED, request.landing, clean=False)
             self._end(request, Outcome.ABORTED)
             self._host.fail(request.name, 503, "worker_failed", f"{worker} died.")
+        self._landing.forget(worker, epoch)

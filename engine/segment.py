@@ -38,6 +38,8 @@ class Segment:
         page_bytes: Bytes a page.
         data: [pages, page_bytes] uint8, the pages' bytes.
         tags: [pages, 3] int64, the owner tags (the bits of unsigned words).
+        address: Where the mapping lies in this process; the pages come first, the tags follow.
+        size: Bytes of the mapping.
     """
 
     def __init__(self, path: Path, memory: mmap.mmap, pages: int, page_bytes: int) -> None:
@@ -49,6 +51,8 @@ class Segment:
         self.data = torch.frombuffer(memory, dtype=torch.uint8, count=size).view(pages, page_bytes)
         tags = torch.frombuffer(memory, dtype=torch.int64, offset=size, count=pages * TAG_WORDS)
         self.tags = tags.view(pages, TAG_WORDS)
+        self.address: int = self.data.data_ptr()
+        self.size = len(memory)
 
     @classmethod
     def create(cls, path: Path, pages: int, page_bytes: int) -> Self:
@@ -104,17 +108,19 @@ class Segment:
             os.close(descriptor)
         return cls(path, memory, pages, page_bytes)
 
-    def put(self, page: int, data: Tensor, tag: Tensor) -> None:
-        """Writes one page and then its tag; while the bytes move the page belongs to nobody.
+    def put(self, first: int, data: Tensor, tags: Tensor) -> None:
+        """Writes pages that follow one another and then their tags; while the bytes move they belong to nobody.
 
         Args:
-            page: Which.
-            data: [page_bytes] uint8.
-            tag: [3] int64.
+            first: The first page.
+            data: [pages, page_bytes] uint8, or one page's bytes.
+            tags: [pages, 3] int64, or one page's tag.
         """
-        self.tags[page] = 0
-        self.data[page].copy_(data)
-        self.tags[page] = tag
+        data, tags = data.view(-1, self.page_bytes), tags.view(-1, TAG_WORDS)
+        pages = slice(first, first + len(data))
+        self.tags[pages] = 0
+        self.data[pages].copy_(data)
+        self.tags[pages] = tags
 
     def unlink(self) -> None:
         """Removes the file; mappings stay readable until they go."""
