@@ -34,7 +34,7 @@ _HOST = "127.0.0.1"
 
 def prepare() -> None:
     """What the library reads when it is loaded; whoever has set it keeps their own."""
-    os.environ.setdefault("GLOG_minloglevel", "3")  # what goes wrong is returned, and told by us
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 
 def _engine() -> Any:
