@@ -193,10 +193,11 @@ class DecodeStage:
     def _land(self, request: Answer, handoff: Handoff) -> None:
         """The transfer is over at the sender."""
         if handoff.status is not TransferStatus.OK:
-            # Prefill, or whoever stopped it, has told the router why.
-            failed = handoff.status is TransferStatus.FAILED
-            self._landing.ended(request, handoff.status, handoff.pages, clean=not failed)
-            self._end(request, Outcome.FAILED if failed and handoff.pages else Outcome.ABORTED)
+            # Prefill, or whoever stopped it, has told the router why, and recorded how it ended. Here the end may be
+            # recorded before the transfer's, and so without a word on what prefill did before it.
+            clean = handoff.status is not TransferStatus.FAILED
+            self._landing.ended(request, handoff.status, handoff.pages, clean=clean)
+            self._end(request, Outcome.ABORTED)
             return
         landed, problem = self._landing.arrived(request, handoff)
         if problem:

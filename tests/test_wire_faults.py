@@ -91,7 +91,7 @@ def test_a_sender_that_dies_in_the_middle(rig: Rig) -> None:
     assert rig.failure("kill-r").code == "worker_failed"
     rig.until_idle()
     assert rig.measure("decode-0").gauges["pages_free"] == DECODE_PAGES
-    [end] = rig.seen(TransferEnd, "kill-r")
+    end = rig.until_seen(TransferEnd, "kill-r")
     assert isinstance(end, TransferEnd)
     assert (end.side, end.status) == (Side.RECV, TransferStatus.ABORTED)
     rig.start("prefill-0")
