@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import engine.model
-import engine.transport.sender
 from random_worker import random_model
 from wire_faults import FaultyLink
+
+import engine.model
+import engine.transport.sender
 
 if __name__ == "__main__":
     engine.model.load = random_model  # type: ignore[assignment]
