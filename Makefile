@@ -69,7 +69,7 @@ fuzz: $(VENV)/.stamp  ## Feed the native core what it must survive, FUZZ_SECONDS
 	$(BIN)/python tests/fuzzing.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine
+bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine, transports
 	$(BIN)/python -m bench
 
 .PHONY: lint
