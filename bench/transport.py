@@ -185,9 +185,18 @@ def open_tcp(segment: Any) -> tuple[Any, ...]:
 def open_nixl(segment: Any) -> tuple[Any, ...]:
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent("bare-recv", nixl_agent_config(True, False, 0, backends=["UCX"]))
+    # Its own progress thread would take a core from everybody else's measurement.
+    agent = nixl_agent("bare-recv", nixl_agent_config(False, False, 0, backends=["UCX"]))
     agent.register_memory([(segment.address, segment.size, 0, "")], mem_type="DRAM")
-    return agent.get_agent_metadata(), agent
+
+    def progress() -> None:
+        while True:
+            agent.get_new_notifs()
+            time.sleep(0.0001)
+
+    metadata = agent.get_agent_metadata()
+    threading.Thread(target=progress, daemon=True).start()
+    return metadata, agent
 
 
 def open_mooncake(segment: Any) -> tuple[Any, ...]:
@@ -303,7 +312,7 @@ def bare_tcp(segment: Any, _base: int, address: tuple[str, int]) -> Callable[[li
 def bare_nixl(segment: Any, base: int, metadata: bytes) -> Callable[[list[int], list[int]], None]:
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent("bare-send", nixl_agent_config(True, False, 0, backends=["UCX"]))
+    agent = nixl_agent("bare-send", nixl_agent_config(False, False, 0, backends=["UCX"]))
     agent.register_memory([(segment.address, segment.size, 0, "")], mem_type="DRAM")
     peer = agent.add_remote_agent(metadata)
 

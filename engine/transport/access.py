@@ -1,10 +1,11 @@
 """The receiving end where the other side writes into the pool by itself, as with RDMA.
 
 Nothing stands between such a writer and the pool that could refuse a page. So each life of a worker that may write
-gets an *access* of its own: an instance of the library with the pool registered in it. As long as its transfers end
-well, their end is what the writer's library confirmed. When one does not, or the writer's process is gone, what it had
-under way is ended by destroying the instance, which joins the threads that would write for it; that takes up to a
-second, so it is done aside.
+gets an *access* of its own: an instance of the library with the pool registered in it. What the writer's process does
+to the pool by itself ends with its word that it does no more, or with its life. What is left is what this process's
+library would still do for it, out of a socket's buffer for instance. After a transfer that ended well there is nothing
+of that, which is what the writer's library has confirmed; after any other, and after the writer's death, the instance
+is destroyed, which joins its threads. That takes up to a second, so it is done aside.
 
 The address of an access is `KIND:BODY:PROOF`. The proof is made with the key that both sides have, over the body, so
 that a library is never given an address that this engine did not make.
@@ -68,6 +69,9 @@ class Access(Protocol):
 
     address: str
 
+    def expect(self, transfers: int) -> None:
+        """So many transfers go through it now."""
+
     def close(self) -> None:
         """When this returns, nothing is written through it any more."""
 
@@ -77,8 +81,15 @@ class _Opened:
 
     def __init__(self, access: Access) -> None:
         self.access = access
+        self.transfers = 0
         self.closing = False
         self.closed = threading.Event()
+
+    def count(self, change: int) -> None:
+        """So many transfers more, or less, go through it."""
+        self.transfers += change
+        if not self.closing:
+            self.access.expect(self.transfers)
 
     def close(self, wake: Callable[[], None]) -> None:
         """Begins to close it, unless that was begun already."""
@@ -116,6 +127,7 @@ class AccessReceiver:
         if opened is None or opened.closing:
             opened = self._by_peer[peer] = _Opened(self._open())
         self._by_transfer[transfer] = opened
+        opened.count(1)
         return opened.access.address
 
     def confirm(self, transfer: str, *, clean: bool) -> bool:
@@ -128,6 +140,7 @@ class AccessReceiver:
             if not opened.closed.is_set():
                 return False
         del self._by_transfer[transfer]
+        opened.count(-1)
         return True
 
     def forget(self, peer: str) -> None:

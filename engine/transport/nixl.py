@@ -6,7 +6,11 @@ and a page that nobody wrote keeps the cleared tag that it was handed out with. 
 when it is told that all is there; but then they would vouch for what was said, not for what was written.)
 
 NIXL cannot cancel a write that UCX has begun: releasing its handle gives up the handle, and the bytes still arrive. An
-abort therefore destroys the sender's agent, which closes its connections and joins its threads.
+abort therefore destroys the sender's agent, which closes its connections.
+
+NIXL's own progress thread keeps a core busy, for every agent, all the time. Here whoever polls makes the progress; at
+the receiving end, where connections are made and what does not go by one-sided copies is written, it is a thread that
+sleeps while no transfer is expected.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import binascii
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +37,7 @@ BATCH_PAGES = 1024
 _TAG_BYTES = 8 * TAG_WORDS
 _PAUSE_S = 20e-6
 _SPIN_S = 500e-6
+_PROGRESS_S = 100e-6
 
 
 def prepare() -> None:
@@ -159,9 +165,28 @@ class NixlAccess:
         except Exception as error:
             raise TransferError(f"transport nixl: the pool cannot be registered: {error}") from error
         self.address = seal("nixl", f"{metadata}:{segment.address}:{segment.pages}:{segment.page_bytes}", digester)
+        self._expecting = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._progress, name="kv-nixl", daemon=True)
+        self._thread.start()
+
+    def expect(self, transfers: int) -> None:
+        """Progress is made while there are any."""
+        if transfers:
+            self._expecting.set()
+        else:
+            self._expecting.clear()
 
     def close(self) -> None:
         """Deregisters the pool and destroys the agent."""
-        agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.deregister_memory(self._registered)
+        self._closed = True
+        self._expecting.set()
+        self._thread.join()
+        if self._agent is not None:
+            self._agent.deregister_memory(self._registered)
+            self._agent = None
+
+    def _progress(self) -> None:
+        while self._expecting.wait() and not self._closed:
+            self._agent.get_new_notifs()
+            time.sleep(_PROGRESS_S)
