@@ -15,7 +15,7 @@ from worker_rig import DECODE_PAGES, Rig, judge
 from engine.model.plain import generate
 from engine.transport.link import Kind
 from guard.findings import Kind as Found
-from guard.records import Read, RequestEnd, Side, TransferEnd, TransferStatus
+from guard.records import Free, Read, RequestEnd, Side, TransferEnd, TransferStatus
 
 pytestmark = pytest.mark.engine
 MODEL = random_model()
@@ -97,3 +97,27 @@ def test_a_sender_that_dies_in_the_middle(rig: Rig) -> None:
     rig.start("prefill-0")
     rig.until(lambda: "prefill-0" in rig.hellos)
     serve(rig, "after-kill")
+
+
+def test_a_transfer_that_takes_too_long_fails_its_request_and_keeps_its_pages() -> None:
+    with closing(Rig(process=PROCESS, transfer_s=0.2)) as rig:
+        rig.submit("hang-r", prompt("hang"), 4)
+        failure = rig.failure("hang-r")
+        assert (failure.status, failure.code) == (500, "transfer_failed")
+        assert "0.2 s" in failure.reason
+        rig.abort("hang-r")  # as the router does
+        rig.until(lambda: len(rig.seen(RequestEnd, "hang-r")) == 2)
+        # Nobody knows whether the wire is still at it: on both sides the pages stay, whatever time goes by.
+        for worker in ("prefill-0", "decode-0"):
+            stats = rig.measure(worker)
+            assert stats.gauges["pages_deferred"] == 8
+            assert stats.gauges["transfers"] == 1
+        assert rig.measure("prefill-0").gauges["transfers_unconfirmed"] == 1
+        assert rig.measure("prefill-0").counters["transfers_overdue"] == 1
+        assert rig.seen(TransferEnd, "hang-r") == []
+        assert rig.seen(Free, "hang-r") == []
+        serve(rig, "meanwhile")
+        (rig.directory / "let-go").touch()
+        rig.until_idle()
+        assert {r.side for r in rig.seen(TransferEnd, "hang-r") if isinstance(r, TransferEnd)} == {*Side}
+        assert judge(rig.stop()) == []

@@ -7,7 +7,7 @@ swap      two pages arrive in each other's place
 duplicate everything arrives twice
 delay     it is polled four times before anything moves
 reorder   the pages arrive one by one, the last one first
-stall     nothing arrives, and nothing is said, until the transfer is given up
+hang      nothing arrives, and nothing is said, until the file `let-go` is in the run directory
 cut       the connection ends when half of the pages have arrived
 kill      the sender's process ends when half of the pages have arrived
 ========= ===================================================================================
@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from engine.segment import Segment
 from engine.transport.link import Batch, Fate, Link, TransferError
@@ -40,13 +42,14 @@ class FaultyLink:
     Args:
         link: The wire as it is.
         segment: Where the pages come from.
+        run_dir: The engine's.
     """
 
-    def __init__(self, link: Link, segment: Segment) -> None:
+    def __init__(self, link: Link, segment: Segment, run_dir: Path) -> None:
         self._link = link
         self._segment = segment
+        self._run_dir = run_dir
         self._steps: Iterator[Fate] = iter(())
-        self._aborted = False
         self._wait_s = 0.0
         self.error = ""
 
@@ -62,7 +65,6 @@ class FaultyLink:
         return fate
 
     def abort(self) -> None:
-        self._aborted = True
         self._link.abort()
 
     def close(self) -> None:
@@ -110,9 +112,11 @@ class FaultyLink:
             yield Fate.MOVING
         yield from self._move(batch)
 
-    def _stall(self, batch: Batch) -> Iterator[Fate]:
-        while not self._aborted:
+    def _hang(self, batch: Batch) -> Iterator[Fate]:
+        while not (self._run_dir / "let-go").exists():
+            time.sleep(self._wait_s)
             yield Fate.MOVING
+        self.error = "let go"
         yield Fate.FAILED
 
     def _cut(self, batch: Batch) -> Iterator[Fate]:
