@@ -71,12 +71,14 @@ def table(kind: str, figures: Figures) -> None:
             rates = sorted(moved / seconds / 1e9 for seconds in variants[name])
             cells.append(f"{name} {statistics.median(rates):5.2f} ({rates[0]:.2f} to {rates[-1]:.2f})")
         plain, digested = (
-            statistics.median(a / b for a, b in zip(variants[ours], variants["bare"], strict=True))
+            statistics.median(a / b for a, b in zip(variants["bare"], variants[ours], strict=True))
             for ours in VARIANTS[1:]
         )
+        # What else the machine does only ever takes time; where it does much, the best rounds say more.
+        best = min(variants["bare"]) / min(variants["ours"])
         print(
             f"    {mib:4d} MiB, {pages_of(mib):3d} pages: {', '.join(cells)}; "
-            f"ours / bare {1 / plain:.2f}, with digests {1 / digested:.2f}",
+            f"ours / bare {plain:.2f} (best rounds {best:.2f}), with digests {digested:.2f}",
             flush=True,
         )
 

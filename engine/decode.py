@@ -65,7 +65,7 @@ class DecodeStage:
             case TransferStopped(request=name):
                 request = self._requests.get(name)
                 if request is not None and request.state is State.STOPPING:
-                    self._stopped(request, message.pages, clean=message.status is not TransferStatus.FAILED)
+                    self._stopped(request, message.status, message.pages)
             case Abort(request=name, outcome=outcome):
                 if name in self._requests:
                     self._abort(self._requests[name], outcome)
@@ -182,7 +182,7 @@ class DecodeStage:
             if len(self._early) > _EARLY:
                 self._early.popitem(last=False)
         elif request.state is State.STOPPING:
-            self._stopped(request, handoff.pages, clean=handoff.status is not TransferStatus.FAILED)
+            self._stopped(request, handoff.status, handoff.pages)
         elif request.state is State.RESERVED:
             self._land(request, handoff)
         elif request.state is State.WAITING and handoff.status is not TransferStatus.OK:
@@ -193,8 +193,8 @@ class DecodeStage:
     def _land(self, request: Answer, handoff: Handoff) -> None:
         """The transfer is over at the sender."""
         if handoff.status is not TransferStatus.OK:
-            # Prefill, or whoever stopped it, has told the router why, and recorded how it ended. Here the end may be
-            # recorded before the transfer's, and so without a word on what prefill did before it.
+            # Prefill, or whoever stopped it, has told the router why, and recorded how it ended. This end may be on
+            # record before the transfer's: as `failed` it would speak of what prefill did until then.
             clean = handoff.status is not TransferStatus.FAILED
             self._landing.ended(request, handoff.status, handoff.pages, clean=clean)
             self._end(request, Outcome.ABORTED)
@@ -356,8 +356,9 @@ class DecodeStage:
         self._free(request)
         self._landing.stop(request)
 
-    def _stopped(self, request: Answer, touched: list[int], *, clean: bool) -> None:
+    def _stopped(self, request: Answer, status: TransferStatus, touched: list[int]) -> None:
         """The sender writes no more for a request that has ended; `touched` pages it may have written."""
+        clean = status is not TransferStatus.FAILED
         self._landing.ended(request, TransferStatus.ABORTED, touched, clean=clean)
         self._forget(request)
 
@@ -393,7 +394,7 @@ class DecodeStage:
                 continue
             # Its process is gone, and so is the writer. Whether it had begun, nobody can tell any more.
             if state is State.STOPPING:
-                self._stopped(request, request.landing, clean=False)
+                self._stopped(request, TransferStatus.FAILED, request.landing)
                 continue
             if state is State.RESERVED:
                 self._landing.ended(request, TransferStatus.ABORTED, request.landing, clean=False)

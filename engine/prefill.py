@@ -166,11 +166,10 @@ class PrefillStage:
             self._host.counters["strange_messages"] += 1
             return
         request.reserve = message
-        old = self._addresses.get((message.decode, message.decode_epoch), message.address)
+        life = message.decode, message.decode_epoch
+        old, self._addresses[life] = self._addresses.get(life, message.address), message.address
         if old != message.address:
-            # It has closed the access that was reached there.
-            self._sender.forget(old)
-        self._addresses[message.decode, message.decode_epoch] = message.address
+            self._sender.forget(old)  # decode has closed what was reached there
         self._send(request)
 
     def _stop(self, request: Prompt, message: StopTransfer) -> None:
@@ -304,25 +303,22 @@ class PrefillStage:
         self._end(request, outcome)
         if status is not None:
             self._host.fail(request.name, status, code, reason)
-        aborted = outcome is Outcome.ABORTED
-        request.over = (TransferStatus.ABORTED if aborted else TransferStatus.FAILED, code, reason)
+        request.over = code, reason
         self._settle(request)
 
     def _settle(self, request: Prompt) -> None:
         """Once no transfer is in flight, tells decode that no byte will come any more, and forgets the request."""
         if request.in_flight or request.over is None:
             return
-        status, code, reason = request.over
-        if any(piece.status is TransferStatus.FAILED for piece in request.done):
-            # Decode has to see for itself that nothing is on its way any more.
-            status = TransferStatus.FAILED
+        # After a piece that failed, decode has to see for itself that nothing is on its way any more.
+        statuses = {piece.status for piece in request.done}
+        status = TransferStatus.FAILED if TransferStatus.FAILED in statuses else TransferStatus.ABORTED
         if request.stopped is None:
+            code, reason = request.over
             self._tell_decode(request, status, request.touched, code=code, reason=reason)
         else:
-            if status is not TransferStatus.FAILED:
-                arrived = request.done and all(piece.status is TransferStatus.OK for piece in request.done)
-                status = TransferStatus.OK if arrived else TransferStatus.ABORTED
-            self._tell_stopped(request.stopped, status, request.touched)
+            stopped = TransferStatus.OK if statuses == {TransferStatus.OK} else status
+            self._tell_stopped(request.stopped, stopped, request.touched)
         self._forget(request)
 
     def _end(self, request: Prompt, outcome: Outcome) -> None:
