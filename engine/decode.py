@@ -18,7 +18,7 @@ from engine.landing import Landing
 from engine.messages import Abort, AnyMessage, Generate, Handoff, Tokens, TransferStopped, WorkerDown
 from engine.runner import Runner
 from engine.scheduler import Chunk, plan
-from engine.transport.link import Receiver, TransferError
+from engine.transport.link import Receiver
 from guard.act.board import Verdict
 from guard.records import Admit, Alloc, Outcome, Read, Respond, TransferStatus, Write
 
@@ -147,17 +147,13 @@ class DecodeStage:
             del self._waiting[name]
             active += 1
             if fresh:
-                self._reserve(request)
+                request.state = State.RESERVED
+                problem = self._landing.reserve(request)
+                if problem:
+                    self._end(request, Outcome.FAILED)
+                    self._host.fail(name, 500, "transfer_failed", problem)
             else:
                 request.state = State.RUNNING
-
-    def _reserve(self, request: Answer) -> None:
-        request.state = State.RESERVED
-        try:
-            self._landing.reserve(request)
-        except TransferError as error:
-            self._end(request, Outcome.FAILED)
-            self._host.fail(request.name, 500, "transfer_failed", f"No pages can be received: {error}")
 
     def _extend(self, request: Answer, count: int) -> bool:
         """Adds pages to the block table; False if there are too few."""

@@ -7,7 +7,7 @@ from engine.faults import Fault
 from engine.host import Host
 from engine.messages import Handoff, Reserve, StopTransfer
 from engine.sequence import Sequence
-from engine.transport.link import Receiver
+from engine.transport.link import Receiver, TransferError
 from guard.records import Side, TransferEnd, TransferStatus
 
 _BELIEVED = frozenset({Fault.SWALLOWED_REJECT, Fault.PARTIAL_TRANSFER})
@@ -37,17 +37,16 @@ class Landing:
         """Transfers that their senders know nothing of any more and the transport has not confirmed to be over."""
         return len(self._unconfirmed)
 
-    def reserve(self, request: Answer) -> None:
-        """Tells prefill where the prompt's pages go.
-
-        Raises:
-            TransferError: The transport lets nobody in.
-        """
+    def reserve(self, request: Answer) -> str:
+        """Tells prefill where the prompt's pages go. Returns why it cannot; empty if it could."""
         host, message, pool = self._host, request.message, self._pool
         request.landing = request.sequence.pages[: pool.pages_for(len(message.prompt))]
         generations = [pool.generation(page) for page in request.landing]
         peer = _peer(message.prefill, message.prefill_epoch)
-        address = self._receiver.register(peer, request.transfer, request.landing, generations)
+        try:
+            address = self._receiver.register(peer, request.transfer, request.landing, generations)
+        except TransferError as error:
+            return f"No pages can be received: {error}"
         if Fault.EARLY_FREE not in self._faults:
             pool.hold(request.transfer, request.landing)
         host.mailbox.send(
@@ -63,6 +62,7 @@ class Landing:
                 address=address,
             ),
         )
+        return ""
 
     def stop(self, request: Answer) -> None:
         """Asks prefill to write no more, and to say so."""
