@@ -46,6 +46,8 @@ class Segment:
         page_bytes: Bytes a page.
         data: [pages, page_bytes] uint8, the pages' bytes.
         tags: [pages, 3] int64, the owner tags (the bits of unsigned words).
+        address: Where the mapping lies in this process; the pages come first, the tags follow.
+        size: Bytes of the mapping.
     """
 
     def __init__(self, path: Path, memory: Tensor, pages: int, page_bytes: int) -> None:
@@ -55,6 +57,8 @@ class Segment:
         size = pages * page_bytes
         self.data = memory[:size].view(pages, page_bytes)
         self.tags = memory[size:].view(torch.int64).view(pages, TAG_WORDS)
+        self.address: int = self.data.data_ptr()
+        self.size = memory.numel()
 
     @classmethod
     def create(cls, path: Path, pages: int, page_bytes: int) -> Self:
@@ -110,15 +114,23 @@ class Segment:
             os.close(descriptor)
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), pages, page_bytes)
 
-    def put(self, page: int, data: Tensor, tag: Tensor) -> None:
-        """Writes one page and then its tag; while the bytes move the page belongs to nobody.
+    def put(self, first: int, data: Tensor, tags: Tensor) -> None:
+        """Writes pages that follow one another and then their tags; while the bytes move they belong to nobody.
 
         Args:
-            page: Which.
-            data: [page_bytes] uint8.
-            tag: [3] int64.
+            first: The first page.
+            data: [pages, page_bytes] uint8, or one page's bytes.
+            tags: [pages, 3] int64, or one page's tag.
         """
-        write_pages(self.data, self.tags, [page], data[None], tag[None])
+        data, tags = data.view(-1, self.page_bytes), tags.view(-1, TAG_WORDS)
+        pages = range(first, first + len(data))
+        if self.data.device.type != "cpu":
+            write_pages(self.data, self.tags, pages, data, tags)
+            return
+        self.tags[pages.start : pages.stop] = 0
+        # numpy's copy is one memcpy, and lets other threads run meanwhile; torch's takes twice as long for bytes.
+        self.data.numpy()[pages.start : pages.stop] = data.numpy()
+        self.tags[pages.start : pages.stop] = tags
 
     def unlink(self) -> None:
         """Removes the file; mappings stay readable until they go."""

@@ -19,9 +19,11 @@ ROOMS = ("guard", "engine", "hooks", "exporters")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 HEAVY = (
-    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn",
+    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "nixl", "mooncake",
 )  # fmt: skip
-"""Import names of the `engine` extra."""
+"""Import names of the engine's extras."""
+OF_EXTRAS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-non-cuda"}
+"""What may be missing: the distribution by import name."""
 
 
 def name_of(path: Path) -> str:
@@ -113,7 +115,8 @@ def test_the_ledger_has_no_clock_and_does_nothing_but_judge() -> None:
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base = {distribution(requirement) for requirement in project["dependencies"]}
-    engine = base | {distribution(requirement) for requirement in project["optional-dependencies"]["engine"]}
+    extras = project["optional-dependencies"]
+    engine = base | {distribution(line) for extra in ("engine", "nixl", "mooncake") for line in extras[extra]}
     providers = importlib.metadata.packages_distributions()
     for room in ROOMS:
         # The model's wheel is installed by the Makefile, see there.
@@ -122,7 +125,7 @@ def test_what_is_imported_is_declared() -> None:
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top in ROOMS:
                 continue
-            found = {provider.lower().replace("_", "-") for provider in providers.get(top, [])}
+            found = {provider.lower().replace("_", "-") for provider in providers.get(top, [])} | {OF_EXTRAS.get(top)}
             assert found & declared, f"{module} imports {name}, which is in none of {sorted(declared)}"
 
 

@@ -24,7 +24,7 @@ from engine.mailbox import Mailbox
 from engine.messages import Abort, Handoff, Hello, Reserve, StopTransfer, TransferStopped
 from engine.model.plain import generate
 from engine.segment import Segment
-from engine.transport.link import connect
+from engine.transport.link import Batch, Fate, connect
 from guard.act.board import Verdict
 from guard.findings import Kind
 from guard.native._core import BoardWriter
@@ -526,11 +526,13 @@ def test_a_revoked_transfer_writes_nothing_over_tcp(start: Callable[..., Rig]) -
         fake.hand_off(reserve, status=TransferStatus.ABORTED, pages=[], first_token=None)
         rig.until(lambda: bool(rig.seen(RequestEnd, "r")))
         rig.until(lambda: rig.measure("decode-0").gauges["pages_free"] == DECODE_PAGES)
-        page_bytes = rig.hellos["decode-0"].page_bytes
-        link = connect(reserve.address, page_bytes, fake.digester)
-        link.put(reserve.transfer, reserve.pages[0], torch.ones(page_bytes, dtype=torch.uint8), torch.tensor([1, 1, 1]))
-        with pytest.raises(Exception, match="took 0 of 1"):
-            link.flush(reserve.transfer, 1)
+        source = Segment.create(Path(f"/dev/shm/{rig.directory.name}"), 1, rig.hellos["decode-0"].page_bytes)
+        source.unlink()
+        link = connect("tcp", reserve.address, source, fake.digester)
+        link.post(Batch(reserve.transfer, [0], reserve.pages[:1], torch.tensor([[1, 1, 1]])))
+        rig.until(lambda: link.poll(0.01) is not Fate.MOVING)
+        assert link.poll(0.0) is Fate.FAILED
+        assert "took 0 of 1" in link.error
 
 
 # The gate

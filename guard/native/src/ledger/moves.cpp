@@ -145,7 +145,7 @@ std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, co
     const bool given = (record.flags & KVG_HAS_DIGESTS) != 0;
     bool unverified = !given;
     for (const auto& t : transfers) unverified |= !t->has_digests;
-    if (unverified && world.policy.require_digests) {
+    if (unverified && record.status == KVG_OK && world.policy.require_digests) {
         Report more;
         more.transfer = record.transfer;
         more.reason = "one side gave no digest";
@@ -379,7 +379,11 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
     merge_clocks(stream, transfers);
     Pool* const pool = world.pool_of(record, stream.name);
     const bool ok = record.status == KVG_OK;
-    if (ok) landed(world, stream, rs, record, where, pool, transfers);
+    if (ok)
+        landed(world, stream, rs, record, where, pool, transfers);
+    else if ((record.flags & KVG_HAS_DIGESTS) != 0)
+        // A receiver that refused what arrived because its bytes differ says so in its digests.
+        mismatched(world, rs, record, where, pool, transfers);
     for (const Ref<Transfer>& transfer : transfers) {
         const auto lates = transfer->late;
         if (ok)
