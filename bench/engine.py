@@ -11,6 +11,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,13 +54,13 @@ def plain_loop(pipe: Connection) -> None:
         pipe.send(count / (time.perf_counter() - started))
 
 
-async def streams(client: Client, count: int) -> float:
-    """Output tokens a second over `count` streams at once."""
+async def streams(client: Client, count: int, ask: Callable[[int], str] = prompt) -> float:
+    """Output tokens a second over `count` streams at once, of the prompts that `ask` gives for 0, 1, …"""
     started = time.perf_counter()
     answers = await asyncio.gather(
         *(
             client.stream(
-                _TENANTS[n % 4], prompt(n), max_tokens=TOKENS, stream_options={"include_usage": True}
+                _TENANTS[n % 4], ask(n), max_tokens=TOKENS, stream_options={"include_usage": True}
             )
             for n in range(count)
         )
@@ -69,11 +70,11 @@ async def streams(client: Client, count: int) -> float:
     return sum(answer.output_tokens for answer in answers) / spent
 
 
-async def measure(url: str, count: int) -> float:
+async def measure(url: str, count: int, ask: Callable[[int], str] = prompt) -> float:
     """One round against one engine."""
     client = Client(url)
     try:
-        return await streams(client, count)
+        return await streams(client, count, ask)
     finally:
         await client.close()
 

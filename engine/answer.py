@@ -32,6 +32,8 @@ class Answer:
     state: State = State.WAITING
     landing: list[int] = field(default_factory=list)
     """Pages that the transfer writes."""
+    nonce: bytes = b""
+    """The transfer's, for its digests."""
     covered: int = 0
     """Pages that the last `kv.read` named."""
     unsent: bool = False

@@ -68,7 +68,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_tokens: int = 16
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig(pages=256)
-    transport: Literal["shm", "tcp"] = "shm"
+    transport: Literal["shm", "tcp", "nixl", "mooncake"] = "shm"
+    """What carries pages from worker to worker; ``nixl`` and ``mooncake`` need the extra of that name."""
+    transfer_s: float = 60.0
+    """How long a transfer may take before its request fails. Its pages stay until the transport confirms its end."""
     piece_pages: int = 0
     """Pages that one piece of a transfer carries; 0: the whole request in one piece."""
     lease_s: float = 30.0

@@ -38,7 +38,6 @@ class DecodeStage:
         self._host = host
         self._pool = host.pool
         self._faults = host.config.faults
-        self._receiver = receiver
         self._landing = Landing(host, receiver)
         self._gate = Gate(host.config.guard, host.name, host.epoch)
         self._refusals: list[Refuse] = []
@@ -66,7 +65,7 @@ class DecodeStage:
             case TransferStopped(request=name):
                 request = self._requests.get(name)
                 if request is not None and request.state is State.STOPPING:
-                    self._stopped(request, message.pages)
+                    self._stopped(request, message.status, message.pages)
             case Abort(request=name, outcome=outcome):
                 if name in self._requests:
                     self._abort(self._requests[name], outcome)
@@ -77,6 +76,7 @@ class DecodeStage:
 
     def step(self) -> bool:
         """See `engine.host.Stage`."""
+        self._landing.settle()
         # First those that were refused during the last step: no token of theirs may leave after that.
         self._refuse()
         self._let_out()
@@ -97,7 +97,8 @@ class DecodeStage:
         return {
             "requests_running": states[State.RUNNING] + states[State.DRAINING],
             "requests_waiting": states[State.WAITING] + states[State.RESERVED],
-            "transfers": states[State.RESERVED] + states[State.STOPPING],
+            "transfers": states[State.RESERVED] + states[State.STOPPING] + self._landing.unconfirmed,
+            "transfers_unconfirmed": self._landing.unconfirmed,
         }
 
     def counters(self) -> dict[str, float]:
@@ -106,7 +107,7 @@ class DecodeStage:
 
     def close(self) -> None:
         """See `engine.host.Stage`."""
-        self._receiver.close()
+        self._landing.close()
         self._gate.close()
 
     # Coming in
@@ -147,7 +148,10 @@ class DecodeStage:
             active += 1
             if fresh:
                 request.state = State.RESERVED
-                self._landing.reserve(request)
+                problem = self._landing.reserve(request)
+                if problem:
+                    self._end(request, Outcome.FAILED)
+                    self._host.fail(name, 500, "transfer_failed", problem)
             else:
                 request.state = State.RUNNING
 
@@ -174,7 +178,7 @@ class DecodeStage:
             if len(self._early) > _EARLY:
                 self._early.popitem(last=False)
         elif request.state is State.STOPPING:
-            self._stopped(request, handoff.pages)
+            self._stopped(request, handoff.status, handoff.pages)
         elif request.state is State.RESERVED:
             self._land(request, handoff)
         elif request.state is State.WAITING and handoff.status is not TransferStatus.OK:
@@ -184,13 +188,12 @@ class DecodeStage:
 
     def _land(self, request: Answer, handoff: Handoff) -> None:
         """The transfer is over at the sender."""
-        self._landing.let_go(request)
         if handoff.status is not TransferStatus.OK:
-            # Prefill, or whoever stopped it, has told the router why.
-            failed = handoff.pages and handoff.status is TransferStatus.FAILED
-            if handoff.pages:
-                self._landing.ended(request, handoff.status, handoff.pages, 0)
-            self._end(request, Outcome.FAILED if failed else Outcome.ABORTED)
+            # Prefill, or whoever stopped it, has told the router why, and recorded how it ended. This end may be on
+            # record before the transfer's: as `failed` it would speak of what prefill did until then.
+            clean = handoff.status is not TransferStatus.FAILED
+            self._landing.ended(request, handoff.status, handoff.pages, clean=clean)
+            self._end(request, Outcome.ABORTED)
             return
         landed, problem = self._landing.arrived(request, handoff)
         if problem:
@@ -349,15 +352,14 @@ class DecodeStage:
         self._free(request)
         self._landing.stop(request)
 
-    def _stopped(self, request: Answer, touched: list[int]) -> None:
-        """Nothing is written any more for a request that has ended; `touched` pages may have been."""
-        if touched:
-            self._landing.ended(request, TransferStatus.ABORTED, touched, 0)
-        self._landing.let_go(request)
+    def _stopped(self, request: Answer, status: TransferStatus, touched: list[int]) -> None:
+        """The sender writes no more for a request that has ended; `touched` pages it may have written."""
+        clean = status is not TransferStatus.FAILED
+        self._landing.ended(request, TransferStatus.ABORTED, touched, clean=clean)
         self._forget(request)
 
     def _end(self, request: Answer, outcome: Outcome) -> None:
-        """Records the end and gives the pages back; no transfer is in flight."""
+        """Records the end and gives the pages back; those that a transfer may yet write stay until it is over."""
         self._host.end(request.sequence, outcome)
         pages = list(request.sequence.pages)
         self._free(request)
@@ -388,10 +390,10 @@ class DecodeStage:
                 continue
             # Its process is gone, and so is the writer. Whether it had begun, nobody can tell any more.
             if state is State.STOPPING:
-                self._stopped(request, request.landing)
+                self._stopped(request, TransferStatus.FAILED, request.landing)
                 continue
             if state is State.RESERVED:
-                self._landing.ended(request, TransferStatus.ABORTED, request.landing, 0)
-                self._landing.let_go(request)
+                self._landing.ended(request, TransferStatus.ABORTED, request.landing, clean=False)
             self._end(request, Outcome.ABORTED)
             self._host.fail(request.name, 503, "worker_failed", f"{worker} died.")
+        self._landing.forget(worker, epoch)

@@ -90,6 +90,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     pages: list[int]
     generations: list[int]
     """Of the destination pages: the owner tag is written with the bytes."""
+    nonce: bytes
+    """16 random bytes: both sides seal this transfer's digests with them."""
     address: str
 
 
@@ -100,6 +102,7 @@ class Handoff(Message, frozen=True, kw_only=True):
     epoch: int
     transfer: str
     status: TransferStatus
+    """``failed``: the sender's transport does not know what may be on its way yet; see `engine.landing`."""
     pages: list[int]
     """Destination pages that were written, in order; unless `status` is ok: those that may have been."""
     tokens: int
@@ -121,7 +124,7 @@ class StopTransfer(Message, frozen=True, kw_only=True):
 
 
 class TransferStopped(Message, frozen=True, kw_only=True):
-    """Prefill → decode: no byte of that transfer will be written from now on."""
+    """Prefill → decode: the transfer is over at the sender; ``status`` as in `Handoff`."""
 
     request: str
     epoch: int

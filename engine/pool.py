@@ -17,6 +17,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from engine.kernels.pages import scrub_pages
 from engine.segment import TAG_WORDS, Segment
 
 CACHED = "\0cached"
@@ -180,9 +181,8 @@ class PagePool:
         return freed
 
     def scrub(self, pages: Sequence[int]) -> None:
-        """Overwrites pages with zeros; their tags too."""
-        self.tags[list(pages)] = 0
-        self.segment.data[list(pages)] = 0
+        """Clears the tags of pages and overwrites them with zeros."""
+        scrub_pages(self.segment.data, self.tags, pages)
 
     def tag(self, tenant: str, request: str, generation: int) -> tuple[int, int, int]:
         """The words of an owner tag, signed as the tensors are."""

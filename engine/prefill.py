@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.scheduler import Chunk, plan
 from engine.transport.sender import Sender, Transfer
 from guard.records import Admit, Outcome, Read, TransferStatus, Write
+from hooks.digest import NONCE_BYTES
 
 _EARLY = 4096
 """Reservations, and stops, kept for requests that have not come yet; the router's message may be the later one."""
@@ -38,12 +39,14 @@ class PrefillStage:
         # the fault that hands out the expectation, so there is nothing to compare with.
         self._runner = Runner(host.model, host.pool)
         self._sender = Sender(
+            host.config.transport,
             host.pool.segment,
             host.config.page_tokens,
             host.digester,
             host.emitter,
             digests=host.config.digests,
             wake=host.mailbox.wake,
+            patience_s=host.config.transfer_s,
             faults=self._faults,
         )
         self._requests: dict[str, Prompt] = {}
@@ -90,10 +93,12 @@ class PrefillStage:
     def gauges(self) -> dict[str, float]:
         """See `engine.host.Stage`."""
         waiting = len(self._waiting)
+        in_flight = [transfer for request in self._requests.values() for transfer in request.in_flight]
         return {
             "requests_running": len(self._requests) - waiting,
             "requests_waiting": waiting,
-            "transfers": sum(len(request.in_flight) for request in self._requests.values()),
+            "transfers": len(in_flight),
+            "transfers_unconfirmed": sum(transfer.overdue for transfer in in_flight),
         }
 
     def counters(self) -> dict[str, float]:
@@ -158,11 +163,15 @@ class PrefillStage:
 
     def _reserve(self, request: Prompt, message: Reserve) -> None:
         fits = len(message.pages) == len(message.generations) == self._pool.pages_for(len(request.message.prompt))
+        fits = fits and len(message.nonce) == NONCE_BYTES
         if request.reserve is not None or message.decode != request.message.decode or not fits:
             self._host.counters["strange_messages"] += 1
             return
         request.reserve = message
-        self._addresses[message.decode, message.decode_epoch] = message.address
+        life = message.decode, message.decode_epoch
+        old, self._addresses[life] = self._addresses.get(life, message.address), message.address
+        if old != message.address:
+            self._sender.forget(old)  # decode has closed what was reached there
         self._send(request)
 
     def _stop(self, request: Prompt, message: StopTransfer) -> None:
@@ -216,6 +225,9 @@ class PrefillStage:
         while self._sender.began:
             worked = True
             self._lose_lease(self._sender.began.popleft())
+        while self._sender.late:
+            worked = True
+            self._overdue(self._sender.late.popleft())
         while self._sender.ended:
             worked = True
             transfer = self._sender.ended.popleft()
@@ -230,6 +242,14 @@ class PrefillStage:
             self._host.counters["transfers_" + transfer.status.value] += 1
             self._after_transfer(request, transfer)
         return worked
+
+    def _overdue(self, transfer: Transfer) -> None:
+        """It has taken too long: its request is failed now, and its pages stay until the transport says it is over."""
+        self._host.counters["transfers_overdue"] += 1
+        request = self._requests.get(transfer.request)
+        if request is not None:
+            reason = f"The KV pages had not arrived within {self._host.config.transfer_s} s."
+            self._give_up(request, Outcome.FAILED, reason, 500, "transfer_failed")
 
     def _after_transfer(self, request: Prompt, transfer: Transfer) -> None:
         if request.over is not None:
@@ -285,20 +305,21 @@ class PrefillStage:
         self._end(request, outcome)
         if status is not None:
             self._host.fail(request.name, status, code, reason)
-        aborted = outcome is Outcome.ABORTED
-        request.over = (TransferStatus.ABORTED if aborted else TransferStatus.FAILED, code, reason)
+        request.over = code, reason
         self._settle(request)
 
     def _settle(self, request: Prompt) -> None:
         """Once no transfer is in flight, tells decode that no byte will come any more, and forgets the request."""
         if request.in_flight or request.over is None:
             return
-        status, code, reason = request.over
+        # After a piece that failed, decode has to see for itself that nothing is on its way any more.
+        statuses = {piece.status for piece in request.done}
+        status = TransferStatus.FAILED if TransferStatus.FAILED in statuses else TransferStatus.ABORTED
         if request.stopped is None:
+            code, reason = request.over
             self._tell_decode(request, status, request.touched, code=code, reason=reason)
         else:
-            arrived = request.done and all(piece.status is TransferStatus.OK for piece in request.done)
-            stopped = TransferStatus.OK if arrived else TransferStatus.ABORTED
+            stopped = TransferStatus.OK if statuses == {TransferStatus.OK} else status
             self._tell_stopped(request.stopped, stopped, request.touched)
         self._forget(request)
 

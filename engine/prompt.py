@@ -13,7 +13,7 @@ from engine.messages import Prefill, Reserve, StopTransfer
 from engine.prefix import CachedPage, PrefixCache
 from engine.sequence import Sequence
 from engine.transport.sender import Transfer
-from guard.records import Alloc, Cache, Share, TransferStatus
+from guard.records import Alloc, Cache, Share
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +35,8 @@ class Prompt:
     """When the first token was there, by `time.monotonic`."""
     ended: bool = False
     """`kv.request.end` is recorded; what is left are transfers to be over."""
-    over: tuple[TransferStatus, str, str] | None = None
-    """Status, code and reason for decode, when it is not handed off."""
+    over: tuple[str, str] | None = None
+    """Code and reason for decode, when it is not handed off."""
     stopped: StopTransfer | None = None
     """Decode waits for `TransferStopped` instead of `Handoff`."""
     rejected: bool = False
@@ -147,6 +147,8 @@ class PromptPages:
                 context=sequence.context,
                 source=sequence.pages[first:stop],
                 destination=reserve.pages[first:stop],
+                generations=reserve.generations[first:stop],
+                nonce=reserve.nonce,
                 tags=self._pool.tags_of(sequence.tenant, prompt.name, reserve.generations[first:stop]),
                 first=first,
                 tokens=tokens - first * size,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import sampling
-from engine.kernels.attention import BatchMeta, paged_attention
-from engine.kernels.tags import mismatched
+from engine.kernels.step import StepTables, refused_pages, step_attention
 from engine.model.llama import Model
 from engine.pool import PagePool
 from engine.scheduler import Chunk
@@ -43,65 +42,60 @@ class Runner:
     def step(self, chunks: Seq[Chunk]) -> tuple[dict[Sequence, int], dict[Sequence, list[int]]]:
         """Computes the chunks and chooses the next token of every sequence that is at its end.
 
-        Pages are compared with their tags before the first layer and after the last, because a writer that
+        Pages are compared with their tags before the first layer, so that nothing is written for a sequence whose
+        pages are not its own any more, and again as they are read or behind the last layer, because a writer that
         should not be there may come in between.
 
         Returns:
-            The next tokens, and the sequences that got none because pages are not what they expect, with those
-            pages in the block table's order.
+            The next tokens; and for each sequence that was about to read, or has read, pages which are not what it
+            expects, those pages in the order of its table, at least one: it has got no token.
         """
-        for chunk in chunks:
-            self._tag_new_pages(chunk)
-        refused = self._refused(chunks)
+        refused = self._refused_before(chunks)
         chunks = [chunk for chunk in chunks if chunk.sequence not in refused]
         if not chunks:
             return {}, refused
-        logits = self._forward(chunks)
-        late = self._refused(chunks)
-        rows = [(chunk, row) for chunk, row in zip(chunks, logits, strict=True) if chunk.sequence not in late]
-        for chunk, _ in rows:
+        logits, late = self._forward(chunks)
+        rows: list[tuple[Sequence, Tensor]] = []
+        for chunk, row, pages in zip(chunks, logits, late, strict=True):
+            if pages:
+                refused[chunk.sequence] = pages
+                continue
             chunk.sequence.computed = chunk.stop
-        chosen = _choose([(chunk.sequence, row) for chunk, row in rows if not chunk.sequence.pending])
-        return chosen, refused | late
+            if not chunk.sequence.pending:
+                rows.append((chunk.sequence, row))
+        return _choose(rows), refused
 
-    def _tag_new_pages(self, chunk: Chunk) -> None:
-        """Pages that this chunk is the first to write become the sequence's."""
-        page_tokens = self._pool.page_tokens
-        first, stop = -(-chunk.start // page_tokens), -(-chunk.stop // page_tokens)
-        if first < stop:
-            self._pool.tags[chunk.pages[first:stop]] = chunk.sequence.tags[first:stop]
-
-    def _refused(self, chunks: Seq[Chunk]) -> dict[Sequence, list[int]]:
+    def _refused_before(self, chunks: Seq[Chunk]) -> dict[Sequence, list[int]]:
+        """Of the pages that hold tokens already; those that the step is the first to write are nobody's yet."""
         if not self._check_tags:
             return {}
-        counts = [self._pool.pages_for(chunk.stop) for chunk in chunks]
-        tables = torch.tensor(
-            [page for chunk, count in zip(chunks, counts, strict=True) for page in chunk.pages[:count]]
-        )
-        expected = torch.cat([chunk.sequence.tags[:count] for chunk, count in zip(chunks, counts, strict=True)])
-        wrong = mismatched(self._pool.tags, tables, expected)
-        if not bool(wrong.any()):
-            return {}
-        parts = zip(chunks, torch.split(tables, counts), torch.split(wrong, counts), strict=True)
-        return {chunk.sequence: table[part].tolist() for chunk, table, part in parts if bool(part.any())}
-
-    def _forward(self, chunks: Seq[Chunk]) -> Tensor:
-        """[chunks, vocab]: scores of the token after each chunk."""
-        pool = self._pool.kv
-        meta = BatchMeta.build(
-            pool,
+        found = refused_pages(
+            self._pool.tags,
             [chunk.pages for chunk in chunks],
+            [chunk.sequence.tags for chunk in chunks],
+            [self._pool.pages_for(chunk.start) for chunk in chunks],
+        )
+        return {chunk.sequence: pages for chunk, pages in zip(chunks, found, strict=True) if pages}
+
+    def _forward(self, chunks: Seq[Chunk]) -> tuple[Tensor, list[list[int]]]:
+        """[chunks, vocab], the scores of the token after each chunk; and the pages refused meanwhile."""
+        kv = self._pool.kv
+        tables = StepTables(
+            [chunk.pages for chunk in chunks],
+            [chunk.sequence.tags for chunk in chunks],
             [chunk.stop for chunk in chunks],
             [chunk.count for chunk in chunks],
         )
+        step = step_attention(kv, self._pool.tags, tables, guard=self._check_tags)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._between_layers()
-            return paged_attention(q, k, v, pool, layer, meta)
+            return step.attend(layer, q, k, v)
 
         tokens = [token for chunk in chunks for token in chunk.sequence.tokens(chunk.start, chunk.stop)]
-        hidden = self._model.forward(torch.tensor(tokens), meta.positions, attention)
-        return self._model.logits(hidden[meta.last])
+        hidden = self._model.forward(torch.tensor(tokens, device=kv.device), step.positions, attention)
+        logits = self._model.logits(hidden[step.last])
+        return logits, step.refused()
 
 
 def _choose(rows: list[tuple[Sequence, Tensor]]) -> dict[Sequence, int]:

@@ -20,6 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from engine.kernels.pages import write_pages
+
 TAG_WORDS = 3
 _TAG_BYTES = 8 * TAG_WORDS
 _SHARED_MEMORY = Path("/dev/shm")
@@ -30,7 +32,13 @@ class SegmentError(RuntimeError):
 
 
 class Segment:
-    """One mapped pool.
+    """One pool's memory; `create` and `open` map it from a file.
+
+    Args:
+        path: The file behind it.
+        memory: [pages · (page_bytes + 24)] uint8 on any device, laid out as the module says.
+        pages: Number of pages.
+        page_bytes: Bytes a page.
 
     Attributes:
         path: The file behind it.
@@ -38,17 +46,19 @@ class Segment:
         page_bytes: Bytes a page.
         data: [pages, page_bytes] uint8, the pages' bytes.
         tags: [pages, 3] int64, the owner tags (the bits of unsigned words).
+        address: Where the mapping lies in this process; the pages come first, the tags follow.
+        size: Bytes of the mapping.
     """
 
-    def __init__(self, path: Path, memory: mmap.mmap, pages: int, page_bytes: int) -> None:
+    def __init__(self, path: Path, memory: Tensor, pages: int, page_bytes: int) -> None:
         self.path = path
         self.pages = pages
         self.page_bytes = page_bytes
-        self._memory = memory
         size = pages * page_bytes
-        self.data = torch.frombuffer(memory, dtype=torch.uint8, count=size).view(pages, page_bytes)
-        tags = torch.frombuffer(memory, dtype=torch.int64, offset=size, count=pages * TAG_WORDS)
-        self.tags = tags.view(pages, TAG_WORDS)
+        self.data = memory[:size].view(pages, page_bytes)
+        self.tags = memory[size:].view(torch.int64).view(pages, TAG_WORDS)
+        self.address: int = self.data.data_ptr()
+        self.size = memory.numel()
 
     @classmethod
     def create(cls, path: Path, pages: int, page_bytes: int) -> Self:
@@ -75,7 +85,7 @@ class Segment:
             raise SegmentError(
                 f"{path}: {size} bytes for {pages} pages: {error.strerror}; free memory or set fewer pages"
             ) from error
-        return cls(path, memory, pages, page_bytes)
+        return cls(path, torch.frombuffer(memory, dtype=torch.uint8), pages, page_bytes)
 
     @classmethod
     def open(cls, path: Path, page_bytes: int) -> Self:
@@ -102,19 +112,25 @@ class Segment:
             memory = mmap.mmap(descriptor, info.st_size)
         finally:
             os.close(descriptor)
-        return cls(path, memory, pages, page_bytes)
+        return cls(path, torch.frombuffer(memory, dtype=torch.uint8), pages, page_bytes)
 
-    def put(self, page: int, data: Tensor, tag: Tensor) -> None:
-        """Writes one page and then its tag; while the bytes move the page belongs to nobody.
+    def put(self, first: int, data: Tensor, tags: Tensor) -> None:
+        """Writes pages that follow one another and then their tags; while the bytes move they belong to nobody.
 
         Args:
-            page: Which.
-            data: [page_bytes] uint8.
-            tag: [3] int64.
+            first: The first page.
+            data: [pages, page_bytes] uint8, or one page's bytes.
+            tags: [pages, 3] int64, or one page's tag.
         """
-        self.tags[page] = 0
-        self.data[page].copy_(data)
-        self.tags[page] = tag
+        data, tags = data.view(-1, self.page_bytes), tags.view(-1, TAG_WORDS)
+        pages = range(first, first + len(data))
+        if self.data.device.type != "cpu":
+            write_pages(self.data, self.tags, pages, data, tags)
+            return
+        self.tags[pages.start : pages.stop] = 0
+        # numpy's copy is one memcpy, and lets other threads run meanwhile; torch's takes twice as long for bytes.
+        self.data.numpy()[pages.start : pages.stop] = data.numpy()
+        self.tags[pages.start : pages.stop] = tags
 
     def unlink(self) -> None:
         """Removes the file; mappings stay readable until they go."""

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import torch
@@ -30,7 +30,8 @@ from engine.pool import PagePool
 from engine.prefill import PrefillStage
 from engine.resolve import advertised_context, check, run_dir
 from engine.segment import Segment, SegmentError, remove_stale, segment_path
-from engine.transport.link import listen
+from engine.transport.link import MissingError, listen
+from engine.transport.link import load as load_transport
 from guard.records import Pool, Read, Record, Role, TransferEnd, Write
 from hooks.emit import EmitError, configure
 
@@ -157,6 +158,10 @@ def run(name: str, role: Role, config: EngineConfig) -> None:
         model = engine.model.load(config.model, config.dtype, own.threads)
     except WeightsError as error:
         raise ConfigError(f"model: {error}") from error
+    try:
+        load_transport(config.transport)
+    except MissingError as error:
+        raise ConfigError(str(error)) from error
     context_limit = advertised_context(config, model.config.context)
     drop = _losing() if role is Role.DECODE and Fault.LOST_TELEMETRY in config.faults else None
     try:
@@ -214,7 +219,7 @@ def _serve(host: Host) -> None:
     if host.role is Role.PREFILL:
         stage, address = PrefillStage(host), ""
     else:
-        receiver = listen(host.config.transport, host.pool.segment, host.digester)
+        receiver = listen(host.config.transport, host.pool.segment, host.digester, host.mailbox.wake)
         stage, address = DecodeStage(host, receiver), receiver.address
     worker = Worker(host, stage, address)
     # A signal also writes to the mailbox's pipe, so that a worker that waits for messages hears it.
@@ -261,5 +266,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """Ends the process without the destructors of libraries: one in NIXL's wheel crashes (libnl-route, 1.5.1)."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ import ledger_rig
 import pytest
 import ring_rig
 from engine_fixtures import RunningEngine, running_engine
+
+# Before anything imports triton: kernels are tested in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ SOURCES = ROOT / "tests" / "fuzz"
 CORPUS = SOURCES / "corpus"
 CLANG = shutil.which("clang++")
 BUILT = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz")
-TARGETS = ("otlp", "records", "ring", "ledger")
+TARGETS = ("otlp", "records", "ring", "ledger", "digest")
 CASES = ROOT / "tests" / "data" / "cases"
 
 
@@ -86,6 +86,7 @@ def seeds() -> Iterator[tuple[str, str, bytes]]:
     for number in range(8):
         yield "otlp", f"random-{number}", random_request(rng)
         yield "ledger", f"random-{number}", rng.randbytes(1500)
+        yield "digest", f"random-{number}", random.Random(number).randbytes(6200 + 4096 * (number % 3) + 411 * number)
     yield "otlp", "broken", request(*BROKEN)
 
 

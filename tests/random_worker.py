@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 import engine.model
@@ -39,6 +37,6 @@ def random_model(*_: object) -> Model:
 
 if __name__ == "__main__":
     engine.model.load = random_model  # type: ignore[assignment]
-    from engine.worker import main
+    from engine.worker import leave, main
 
-    sys.exit(main())
+    leave(main())

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.attention import BatchMeta, paged_attention
-from engine.kernels.tags import mismatched
 
 
 def naive(q: Tensor, ks: Tensor, vs: Tensor, first: int) -> Tensor:
@@ -168,23 +167,3 @@ def test_a_batch_that_does_not_fit_is_refused(
 def test_a_pool_of_another_shape_is_refused(pool: Tensor) -> None:
     with pytest.raises(ValueError, match="pool: contiguous"):
         BatchMeta.build(pool, [[0]], [1], [1])
-
-
-def test_mismatched_names_exactly_the_foreign_pages() -> None:
-    tags = torch.tensor([[1, 10, 1], [1, 10, 2], [2, 20, 1], [-(2**63), 2**63 - 1, 0]])
-    tables = torch.tensor([[0, 1, -1], [3, 2, 9]])
-    expected = torch.stack([tags[[0, 1, 0]], tags[[3, 2, 0]]])
-    assert mismatched(tags, tables, expected).tolist() == [[False] * 3, [False, False, True]]
-    for word in range(3):
-        changed = expected.clone()
-        changed[0, 1, word] ^= 1
-        assert mismatched(tags, tables, changed).tolist() == [[False, True, False], [False, False, True]]
-    assert mismatched(tags, tables[0], expected[0]).tolist() == [False] * 3
-
-
-def test_mismatched_wants_shapes_that_fit() -> None:
-    tags = torch.zeros((4, 3), dtype=torch.int64)
-    with pytest.raises(ValueError, match="3 behind it"):
-        mismatched(tags, torch.zeros((2, 2), dtype=torch.int64), torch.zeros((2, 3), dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"must be \[pages, 3\]"):
-        mismatched(tags[:, :2], torch.zeros(2, dtype=torch.int64), torch.zeros((2, 3), dtype=torch.int64))

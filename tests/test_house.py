@@ -19,9 +19,11 @@ ROOMS = ("guard", "engine", "hooks", "exporters")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 HEAVY = (
-    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "blake3",
+    "torch", "triton", "numpy", "gguf", "tokenizers", "zmq", "starlette", "uvicorn", "nixl", "mooncake",
 )  # fmt: skip
-"""Import names of the `engine` extra."""
+"""Import names of the engine's extras."""
+OF_EXTRAS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-non-cuda"}
+"""What may be missing: the distribution by import name."""
 
 
 def name_of(path: Path) -> str:
@@ -69,8 +71,8 @@ def test_only_where_the_daemon_is_put_together_are_exporters_known() -> None:
     assert {module for module, name in imports("guard") if within(name, "exporters")} == {"guard.daemon"}
 
 
-def test_the_engine_knows_of_the_guard_the_records_the_board_and_the_emitter() -> None:
-    allowed = ("guard.records", "guard.act.board", "hooks.emit")
+def test_the_engine_knows_of_the_guard_the_records_the_board_the_emitter_and_the_digests() -> None:
+    allowed = ("guard.records", "guard.act.board", "hooks.emit", "hooks.digest")
     wrong = [
         (module, name)
         for module, name in imports("engine")
@@ -113,7 +115,8 @@ def test_the_ledger_has_no_clock_and_does_nothing_but_judge() -> None:
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base = {distribution(requirement) for requirement in project["dependencies"]}
-    engine = base | {distribution(requirement) for requirement in project["optional-dependencies"]["engine"]}
+    extras = project["optional-dependencies"]
+    engine = base | {distribution(line) for extra in ("engine", "nixl", "mooncake") for line in extras[extra]}
     providers = importlib.metadata.packages_distributions()
     for room in ROOMS:
         # The model's wheel is installed by the Makefile, see there.
@@ -122,7 +125,7 @@ def test_what_is_imported_is_declared() -> None:
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top in ROOMS:
                 continue
-            found = {provider.lower().replace("_", "-") for provider in providers.get(top, [])}
+            found = {provider.lower().replace("_", "-") for provider in providers.get(top, [])} | {OF_EXTRAS.get(top)}
             assert found & declared, f"{module} imports {name}, which is in none of {sorted(declared)}"
 
 
@@ -178,7 +181,9 @@ def guardctl(*arguments: str) -> subprocess.CompletedProcess[str]:
     return without(NOT_IN_BASE, f"from guard.cli import main\nmain({list(arguments)!r}, prog_name='guardctl')")
 
 
-@pytest.mark.parametrize("module", ["guard.cli", "guard.daemon", "guard.cli.replay", "guard.cli.demo", "hooks.emit"])
+@pytest.mark.parametrize(
+    "module", ["guard.cli", "guard.daemon", "guard.cli.replay", "guard.cli.demo", "hooks.emit", "hooks.digest"]
+)
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}\nprint(*sys.modules)"],
@@ -188,7 +193,7 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
         check=True,
     ).stdout.split()
     assert module in loaded
-    heavy = (*HEAVY, "engine", *(("grpc", "opentelemetry.sdk") if module == "hooks.emit" else ()))
+    heavy = (*HEAVY, "engine", *(("grpc", "opentelemetry.sdk") if module.startswith("hooks.") else ()))
     assert not [name for name in loaded if within(name, *heavy)]
 
 

@@ -202,6 +202,23 @@ def test_a_digest_that_differs_names_its_page() -> None:
     assert rig.one(Kind.FOREIGN_READ).pages == pages("1"), "it may still hold what was there before"
 
 
+def test_a_receiver_that_refused_what_arrived_tells_by_its_digests() -> None:
+    rig = Rig(Policy(digests="require"))
+    rig.prefilled("a1")
+    rig.alloc("d", "a1", "0-1")
+    rig.begin("a1", "0-1", "0-1", digests="aa,bb")
+    rig.ended("p", "send", "a1", "0-1")
+    rig.ended("d", "recv", "a1", "0-1", status="failed", digests="aa,bc")
+    rig.begin("a1", "0-1", "0-1", "x2", digests="aa,bb")
+    rig.ended("d", "recv", "a1", "0-1", "x2", status="failed")
+    rig.end()
+    finding = rig.one(Kind.DIGEST_MISMATCH)
+    assert (finding.pages, finding.transfer) == (pages("1"), "x1")
+    assert rig.kinds() == {"digest-mismatch"}, "what is said to have failed needs no digest"
+    rig.read("d", "a1", "0-1")
+    assert "stale-read" in rig.kinds(), "it has not landed"
+
+
 def test_digests_are_compared_by_page_not_by_place() -> None:
     rig = Rig()
     rig.prefilled("a1")

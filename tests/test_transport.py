@@ -3,21 +3,20 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.digest import PageDigester
 from engine.segment import Segment
-from engine.transport.link import Link, Receiver, TransferError, connect, listen
-from engine.transport.sender import Sender, Transfer
+from engine.transport.link import Batch, Fate, Kind, Link, Receiver, TransferError, connect, listen
 from engine.transport.tcp import TcpReceiver
-from guard.records import TransferStatus
-from hooks.emit import NULL
 
 PAGE_BYTES = 4096
 KEY = bytes(range(32))
@@ -25,17 +24,36 @@ DIGESTER = PageDigester(KEY)
 FRAME = struct.Struct("<BHQqqq")
 
 
+def segment(pages: int = 8, page_bytes: int = PAGE_BYTES) -> Segment:
+    path = Path(f"/dev/shm/kvguard-test-{torch.randint(1 << 62, (1,)).item()}")
+    return Segment.create(path, pages, page_bytes)
+
+
 @pytest.fixture
 def pool() -> Iterator[Segment]:
-    path = Path(f"/dev/shm/kvguard-test-{torch.randint(1 << 62, (1,)).item()}")
-    segment = Segment.create(path, 8, PAGE_BYTES)
-    yield segment
-    segment.unlink()
+    made = segment()
+    yield made
+    made.unlink()
+
+
+@pytest.fixture
+def source() -> Iterator[Segment]:
+    """Page n is full of n + 1."""
+    made = segment()
+    made.data[:] = torch.arange(1, 9, dtype=torch.uint8)[:, None]
+    yield made
+    made.unlink()
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def receiver(request: pytest.FixtureRequest, pool: Segment) -> Iterator[Receiver]:
-    kind: Literal["shm", "tcp"] = request.param
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """What needs no library; for the others see test_transport_libraries.py."""
+    which: Kind = request.param
+    return which
+
+
+@pytest.fixture
+def receiver(kind: Kind, pool: Segment) -> Iterator[Receiver]:
     receiver = listen(kind, pool, DIGESTER)
     yield receiver
     receiver.close()
@@ -48,87 +66,163 @@ def tcp(pool: Segment) -> Iterator[TcpReceiver]:
     receiver.close()
 
 
-def page(value: int) -> Tensor:
-    return torch.full((PAGE_BYTES,), value, dtype=torch.uint8)
+def tags(*generations: int) -> Tensor:
+    return torch.tensor([[11, -22, generation] for generation in generations])
 
 
-def tag(generation: int) -> Tensor:
-    return torch.tensor([11, -22, generation])
+def batch(sources: Sequence[int], destination: Sequence[int], *generations: int, transfer: str = "x") -> Batch:
+    return Batch(transfer, sources, destination, tags(*generations))
 
 
-def test_pages_arrive_with_their_tags(receiver: Receiver, pool: Segment) -> None:
-    receiver.grant("x", [5, 2], [1, 7])
-    link = connect(receiver.address, PAGE_BYTES, DIGESTER)
-    link.put("x", 5, page(1), tag(1))
-    link.put("x", 2, page(2), tag(7))
-    link.flush("x", 2)
-    assert pool.data[5].eq(1).all()
-    assert pool.data[2].eq(2).all()
-    assert pool.tags[[5, 2]].tolist() == [[11, -22, 1], [11, -22, 7]]
-    assert not pool.tags[[0, 1, 3, 4, 6, 7]].any()
-    link.put("x", 5, page(3), tag(1))
-    link.flush("x", 1)  # counts start anew
+def fate(link: Link, posted: Batch | None = None) -> Fate:
+    """What becomes of the batch in the end."""
+    if posted is not None:
+        link.post(posted)
+    while (found := link.poll(0.1)) is Fate.MOVING:
+        pass
+    return found
+
+
+def test_pages_arrive_with_their_tags(kind: Kind, receiver: Receiver, pool: Segment, source: Segment) -> None:
+    address = receiver.register("p/1", "x", [5, 2, 3], [1, 7, 8])
+    link = connect(kind, address, source, DIGESTER)
+    assert fate(link, batch([0, 1, 2], [5, 2, 3], 1, 7, 8)) is Fate.DONE
+    assert pool.data[[5, 2, 3], -1].tolist() == [1, 2, 3]
+    assert pool.tags[[5, 2, 3]].tolist() == tags(1, 7, 8).tolist()
+    assert not pool.tags[[0, 1, 4, 6, 7]].any()
+    assert not pool.data[[0, 1, 4, 6, 7]].any()
+    assert fate(link, batch([7], [5], 1)) is Fate.DONE
+    assert pool.data[5].eq(8).all()
+    link.close()
+    assert receiver.confirm("x", clean=True)
+    assert receiver.confirm("x", clean=False), "what is not known is over"
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
+def test_runs_are_the_batch_in_pieces(pairs: list[tuple[int, int]]) -> None:
+    from_, to = zip(*pairs, strict=True)
+    runs = list(Batch("x", from_, to, torch.zeros((len(pairs), 3))).runs())
+    assert [(run.source + n, run.destination + n) for run in runs for n in range(run.count)] == pairs
+    assert [place for run in runs for place in range(run.start, run.start + run.count)] == list(range(len(pairs)))
+    joins = [b.source == a.source + a.count and b.destination == a.destination + a.count for a, b in pairwise(runs)]
+    assert not any(joins)
+
+
+def test_an_address_that_is_none(tmp_path: Path, source: Segment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    kinds: list[tuple[Kind, str, str]] = [
+        ("shm", "", "must start with shm:"),
+        ("shm", "tcp:127.0.0.1:1", "must start with shm:"),
+        ("tcp", f"shm:{tmp_path}", "must start with tcp:"),
+        ("shm", f"shm:{tmp_path}/none", "has its worker ended"),
+        ("tcp", "tcp:127.0.0.1:x", "127.0.0.1:x"),
+        ("tcp", f"tcp:127.0.0.1:{port}", "refused"),
+        ("tcp", "tcp:1:99999999", "1:99999999"),
+        ("shm", "shm:" + "x" * 4096, "4100 bytes"),
+    ]
+    for kind, address, reason in kinds:
+        with pytest.raises(TransferError, match=reason):
+            connect(kind, address, source, DIGESTER)
+
+
+def test_sides_with_other_page_sizes_do_not_meet(kind: Kind, receiver: Receiver) -> None:
+    other = segment(page_bytes=2 * PAGE_BYTES)
+    other.unlink()
+    with pytest.raises(TransferError):
+        connect(kind, receiver.register("p/1", "x", [0], [1]), other, DIGESTER)
+
+
+@pytest.mark.parametrize(
+    ("posted", "reason"),
+    [
+        (batch([8], [0], 1), "source page 8 of a pool of 8"),
+        (batch([0, -1], [0, 1], 1, 1), "source page -1"),
+        (batch([0], [-1], 1), "destination page -1"),
+        (batch([0], [1 << 63], 1), "destination page"),
+        (batch([0], [0], 1, 2), "1 source pages, 1 destination pages and 2 tags"),
+    ],
+)
+def test_what_is_no_batch_does_not_begin(
+    kind: Kind, receiver: Receiver, pool: Segment, source: Segment, posted: Batch, reason: str
+) -> None:
+    link = connect(kind, receiver.register("p/1", "x", [0], [1]), source, DIGESTER)
+    with pytest.raises(TransferError, match=reason):
+        link.post(posted)
+    assert not pool.data.any()
+    assert fate(link, batch([0], [0], 1)) is Fate.DONE
     link.close()
 
 
-def test_an_address_that_is_none(tmp_path: Path) -> None:
-    closed = socket.create_server(("127.0.0.1", 0))
-    port = closed.getsockname()[1]
-    closed.close()
-    for address in ("", "ftp:x", f"shm:{tmp_path}/none", "tcp:127.0.0.1:x", f"tcp:127.0.0.1:{port}", "tcp:1:99999999"):
-        with pytest.raises(TransferError):
-            connect(address, PAGE_BYTES, DIGESTER)
+def test_what_is_aborted_is_over_when_a_poll_says_so(kind: Kind, receiver: Receiver, source: Segment) -> None:
+    link = connect(kind, receiver.register("p/1", "x", [0], [1]), source, DIGESTER)
+    link.post(batch([0], [0], 1))
+    link.abort()
+    assert fate(link) is Fate.FAILED
+    assert "aborted" in link.error
+    link.close()
 
 
-def test_sides_with_other_page_sizes_do_not_meet(receiver: Receiver) -> None:
-    with pytest.raises(TransferError):
-        connect(receiver.address, PAGE_BYTES * 2, DIGESTER)
-
-
-def test_shm_knows_the_pools_end(pool: Segment) -> None:
-    link = connect(f"shm:{pool.path}", PAGE_BYTES, DIGESTER)
-    for index in (8, -1):
-        with pytest.raises(TransferError, match="pool of 8"):
-            link.put("x", index, page(1), tag(1))
-
-
-# TCP: only what was granted
+# TCP: only what was registered
 
 
 @pytest.mark.parametrize(
     ("transfer", "index", "generation"),
-    [("other", 3, 1), ("x", 4, 1), ("x", 3, 2), ("x", 1 << 63, 1)],
+    [("other", 3, 1), ("x", 4, 1), ("x", 3, 2), ("x", (1 << 63) - 1, 1)],
     ids=["transfer", "page", "generation", "index"],
 )
-def test_what_was_not_granted_is_not_written(
-    tcp: TcpReceiver, pool: Segment, transfer: str, index: int, generation: int
+def test_what_was_not_registered_is_not_written(
+    tcp: TcpReceiver, pool: Segment, source: Segment, transfer: str, index: int, generation: int
 ) -> None:
-    tcp.grant("x", [3], [1])
-    link = connect(tcp.address, PAGE_BYTES, DIGESTER)
-    link.put(transfer, index, page(9), tag(generation))
-    with pytest.raises(TransferError, match="took 0 of 1"):
-        link.flush(transfer, 1)
+    tcp.register("p/1", "x", [3], [1])
+    link = connect("tcp", tcp.address, source, DIGESTER)
+    assert fate(link, batch([0], [index], generation, transfer=transfer)) is Fate.FAILED
+    assert "took 0 of 1" in link.error
     assert not pool.data.any()
     assert not pool.tags.any()
     assert tcp.refused_pages == 1
-    link.put("x", 3, page(9), tag(1))
-    link.flush("x", 1)  # the connection is not worse for it
-    assert pool.data[3].all()
-    link.close()
+    another = connect("tcp", tcp.address, source, DIGESTER)
+    assert fate(another, batch([0], [3], 1)) is Fate.DONE
+    another.close()
 
 
-def test_after_revoke_nothing_is_written(tcp: TcpReceiver, pool: Segment) -> None:
-    tcp.grant("x", [3], [1])
-    link = connect(tcp.address, PAGE_BYTES, DIGESTER)
-    link.put("x", 3, page(1), tag(1))
-    link.flush("x", 1)
-    tcp.revoke("x")
-    tcp.revoke("x")
-    link.put("x", 3, page(2), tag(1))
-    with pytest.raises(TransferError):
-        link.flush("x", 1)
+def test_after_confirm_nothing_is_written(tcp: TcpReceiver, pool: Segment, source: Segment) -> None:
+    tcp.register("p/1", "x", [3], [1])
+    link = connect("tcp", tcp.address, source, DIGESTER)
+    assert fate(link, batch([0], [3], 1)) is Fate.DONE
+    assert tcp.confirm("x", clean=False)
+    assert fate(link, batch([1], [3], 1)) is Fate.FAILED
     assert pool.data[3].eq(1).all()
+
+
+def test_a_transfers_id_has_to_be_one(tcp: TcpReceiver, source: Segment) -> None:
+    link = connect("tcp", tcp.address, source, DIGESTER)
+    for name in ("", "x" * 1025):
+        with pytest.raises(TransferError, match="transfer id"):
+            link.post(batch([0], [0], 1, transfer=name))
     link.close()
+
+
+def test_a_receiver_that_takes_nothing_is_waited_for_until_the_link_is_aborted(source: Segment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepted: list[socket.socket] = []
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            connection.sendall(b"KVG1" + bytes(32))
+            connection.recv(36, socket.MSG_WAITALL)
+            connection.sendall(b"K")
+            accepted.append(connection)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        link = connect("tcp", f"tcp:127.0.0.1:{server.getsockname()[1]}", source, DIGESTER)
+        thread.join()
+        link.post(batch([0] * 4000, range(4000), *range(4000)))
+        assert [link.poll(0.01) for _ in range(5)] == [Fate.MOVING] * 5
+        link.abort()
+        assert link.poll(0.0) is Fate.FAILED
+        accepted[0].close()
 
 
 # TCP: hostile peers
@@ -159,9 +253,9 @@ def authenticated(tcp: TcpReceiver) -> socket.socket:
     return connection
 
 
-def test_without_the_key_nobody_gets_in(tcp: TcpReceiver) -> None:
+def test_without_the_key_nobody_gets_in(tcp: TcpReceiver, source: Segment) -> None:
     with pytest.raises(TransferError, match="digest_key"):
-        connect(tcp.address, PAGE_BYTES, PageDigester(bytes(32)))
+        connect("tcp", tcp.address, source, PageDigester(bytes(32)))
     connection, challenge = raw(tcp)
     other, _ = raw(tcp)
     proof = DIGESTER.authenticator(challenge)
@@ -183,21 +277,22 @@ def test_without_the_key_nobody_gets_in(tcp: TcpReceiver) -> None:
     ],
     ids=["kind", "zeros", "no-id", "long-id", "not-utf8", "ones"],
 )
-def test_what_is_no_frame_closes_the_connection_and_harms_nobody(tcp: TcpReceiver, pool: Segment, frame: bytes) -> None:
-    tcp.grant("x", [0], [1])
-    link = connect(tcp.address, PAGE_BYTES, DIGESTER)
+def test_what_is_no_frame_closes_the_connection_and_harms_nobody(
+    tcp: TcpReceiver, pool: Segment, source: Segment, frame: bytes
+) -> None:
+    tcp.register("p/1", "x", [0], [1])
+    link = connect("tcp", tcp.address, source, DIGESTER)
     hostile = authenticated(tcp)
     hostile.sendall(frame)
     assert is_closed(hostile)
-    link.put("x", 0, page(1), tag(1))
-    link.flush("x", 1)
+    assert fate(link, batch([0], [0], 1)) is Fate.DONE
     link.close()
     assert pool.data[0].all()
     assert not pool.data[1:].any()
 
 
 def test_a_page_that_stops_in_the_middle_is_not_written(tcp: TcpReceiver, pool: Segment) -> None:
-    tcp.grant("x", [0], [1])
+    tcp.register("p/1", "x", [0], [1])
     connection = authenticated(tcp)
     connection.sendall(FRAME.pack(1, 1, 0, 1, 1, 1) + b"x" + bytes([9]) * (PAGE_BYTES - 1))
     connection.shutdown(socket.SHUT_WR)
@@ -215,16 +310,16 @@ def test_too_many_connections_are_turned_away(tcp: TcpReceiver) -> None:
         connection.close()
 
 
-def test_close_ends_connections_and_the_listener(pool: Segment) -> None:
+def test_close_ends_connections_and_the_listener(pool: Segment, source: Segment) -> None:
     receiver = TcpReceiver(pool, DIGESTER)
     connection = authenticated(receiver)
     receiver.close()
     assert is_closed(connection)
     with pytest.raises(TransferError):
-        connect(receiver.address, PAGE_BYTES, DIGESTER)
+        connect("tcp", receiver.address, source, DIGESTER)
 
 
-def test_what_listens_there_may_be_no_worker() -> None:
+def test_what_listens_there_may_be_no_worker(source: Segment) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -235,104 +330,5 @@ def test_what_listens_there_may_be_no_worker() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(TransferError, match="no kvguard decode worker"):
-            connect(f"tcp:127.0.0.1:{server.getsockname()[1]}", PAGE_BYTES, DIGESTER)
+            connect("tcp", f"tcp:127.0.0.1:{server.getsockname()[1]}", source, DIGESTER)
         thread.join()
-
-
-# The sending side
-
-
-class Sending:
-    """A sender over a source pool, and what came of its transfers."""
-
-    def __init__(self, source: Segment) -> None:
-        self.ended = threading.Semaphore(0)
-        self.sender = Sender(source, 4, DIGESTER, NULL, digests=True, wake=self.ended.release)
-
-    def run(self, transfer: Transfer) -> Transfer:
-        self.sender.start(transfer)
-        assert self.ended.acquire(timeout=20)
-        return self.sender.ended.popleft()
-
-
-@pytest.fixture
-def sending(pool: Segment) -> Iterator[Sending]:
-    path = pool.path.with_name(pool.path.name + "-source")
-    source = Segment.create(path, 4, PAGE_BYTES)
-    source.data[:] = torch.arange(1, 5, dtype=torch.uint8)[:, None]
-    sending = Sending(source)
-    yield sending
-    sending.sender.close()
-    source.unlink()
-
-
-def transfer(address: str) -> Transfer:
-    return Transfer(
-        id="x", grant="x", request="r", tenant="t", context=None, source=[3, 1], destination=[0, 6],
-        tags=torch.stack((tag(1), tag(2))), first=0, tokens=7, pool="decode-0", address=address,
-    )  # fmt: skip
-
-
-def test_a_transfer_copies_and_digests_what_it_copies(receiver: Receiver, pool: Segment, sending: Sending) -> None:
-    receiver.grant("x", [0, 6], [1, 2])
-    done = sending.run(transfer(receiver.address))
-    assert (done.status, done.begun, done.error) == (TransferStatus.OK, True, "")
-    assert pool.data[[0, 6], 0].tolist() == [4, 2]
-    assert done.digests == DIGESTER.pages(pool.data, "t", "r", [0, 6])
-
-
-def test_a_transfer_that_was_cancelled_in_time_never_begins(
-    receiver: Receiver, pool: Segment, sending: Sending
-) -> None:
-    cancelled = transfer(receiver.address)
-    cancelled.cancel()
-    done = sending.run(cancelled)
-    assert (done.status, done.begun) == (TransferStatus.ABORTED, False)
-    assert not pool.data.any()
-
-
-def test_a_transfer_to_nobody_fails_and_says_why_and_the_next_one_is_fine(
-    receiver: Receiver, pool: Segment, sending: Sending
-) -> None:
-    done = sending.run(transfer("tcp:127.0.0.1:1"))
-    assert done.status is TransferStatus.FAILED
-    assert "127.0.0.1:1" in done.error
-    receiver.grant("x", [0, 6], [1, 2])
-    assert sending.run(transfer(receiver.address)).status is TransferStatus.OK
-
-
-def test_a_link_to_a_worker_that_died_is_made_anew(tcp: TcpReceiver, pool: Segment, sending: Sending) -> None:
-    tcp.grant("x", [0, 6], [1, 2])
-    for _ in range(8):  # so that more than one thread has a link
-        assert sending.run(transfer(tcp.address)).status is TransferStatus.OK
-    sending.sender.forget(tcp.address)
-    assert sending.run(transfer(tcp.address)).status is TransferStatus.OK
-
-
-# Digests
-
-
-def test_a_digest_binds_tenant_request_place_bytes_and_key(pool: Segment) -> None:
-    pool.data[1] = 1
-    base = DIGESTER.pages(pool.data, "t", "r", [0])
-    assert base == DIGESTER.pages(pool.data, "t", "r", [3]), "not where it lies"
-    assert len(base[0]) == 32
-    others = [
-        DIGESTER.pages(pool.data, "u", "r", [0]),
-        DIGESTER.pages(pool.data, "t", "s", [0]),
-        DIGESTER.pages(pool.data, "t", "r", [0], first=1),
-        DIGESTER.pages(pool.data, "t", "r", [1]),
-        PageDigester(bytes(32)).pages(pool.data, "t", "r", [0]),
-    ]
-    assert len({digest[0] for digest in [base, *others]}) == 6
-    assert DIGESTER.pages(pool.data, "t", "r", [0, 1], first=2)[1:] == DIGESTER.pages(pool.data, "t", "r", [1], first=3)
-
-
-def test_links_are_what_the_protocol_says(tcp: TcpReceiver) -> None:
-    link: Link = connect(tcp.address, PAGE_BYTES, DIGESTER)
-    for name in ("", "x" * 1025):
-        with pytest.raises(TransferError, match="transfer id"):
-            link.put(name, 0, page(0), tag(0))
-    with pytest.raises(TransferError, match="the link carries"):
-        link.put("x", 0, page(0)[:8], tag(0))
-    link.close()

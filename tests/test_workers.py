@@ -24,7 +24,7 @@ from engine.mailbox import Mailbox
 from engine.messages import Abort, Handoff, Hello, Reserve, StopTransfer, TransferStopped
 from engine.model.plain import generate
 from engine.segment import Segment
-from engine.transport.link import connect
+from engine.transport.link import Batch, Fate, connect
 from guard.act.board import Verdict
 from guard.findings import Kind
 from guard.native._core import BoardWriter
@@ -426,6 +426,46 @@ def test_decode_does_not_begin_on_what_is_not_what_was_sent(fake: FakePrefill, f
     assert fake.rig.seen(Read, "r") == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "arrives"),
+    [({}, True), ({"generations": [9, 9, 9]}, False), ({"nonce": bytes(16)}, False), ({"stale": 1}, False)],
+    ids=["right", "generation", "nonce", "stale"],
+)
+def test_decode_seals_digests_as_it_asked_prefill_to(fake: FakePrefill, changed: dict[str, Any], arrives: bool) -> None:
+    reserve = fake.reserved("r")
+    assert len(reserve.nonce) == 16
+    decode = fake.rig.hellos["decode-0"]
+    segment = Segment.open(Path(decode.address.removeprefix("shm:")), decode.page_bytes)
+    sent = torch.arange(3, dtype=torch.uint8)[:, None].repeat(1, decode.page_bytes) + 1
+    arrived = sent.clone()
+    if "stale" in changed:
+        arrived[changed["stale"]] = 0  # what stood there before
+    for page, data in zip(reserve.pages, arrived, strict=True):
+        segment.put(page, data, torch.tensor([1, 2, 3]))
+    how = {"generations": reserve.generations, "nonce": reserve.nonce, **changed}
+    how.pop("stale", None)
+    fake.hand_off(reserve, digests=fake.digester.pages(sent, "a", "r", [0, 1, 2], **how))
+    # Past the digests it comes to the tags, which are none of the request's.
+    assert fake.rig.failure("r").code == ("kv_page_mismatch" if arrives else "transfer_failed")
+
+
+@pytest.mark.parametrize("nonce", [b"", bytes(15), bytes(17)], ids=len)
+def test_prefill_takes_no_reservation_without_a_proper_nonce(start: Callable[..., Rig], nonce: bytes) -> None:
+    rig = start(workers=("prefill-0",))
+    rig.hellos["decode-0"] = Hello(
+        worker="decode-0", epoch=1, role=Role.DECODE, pages=8, page_tokens=8, page_bytes=8, address=""
+    )
+    with closing(Mailbox(rig.directory, "decode-0")):
+        rig.submit("r", prompt(8), to=(Role.PREFILL,))
+        reserve = Reserve(
+            request="r", epoch=rig.hellos["prefill-0"].epoch, decode="decode-0", decode_epoch=1, transfer="r.0",
+            pages=[0], generations=[1], nonce=nonce, address="shm:/dev/shm/kvguard-test-nowhere",
+        )  # fmt: skip
+        rig.send("prefill-0", reserve)
+        rig.until(lambda: rig.measure("prefill-0").counters.get("strange_messages") == 1)
+        assert rig.measure("prefill-0").gauges["transfers"] == 0
+
+
 def test_decode_does_not_read_pages_that_bear_no_tag_of_the_request(fake: FakePrefill) -> None:
     reserve = fake.reserved("r")
     fake.hand_off(reserve)  # nothing was ever written
@@ -486,11 +526,13 @@ def test_a_revoked_transfer_writes_nothing_over_tcp(start: Callable[..., Rig]) -
         fake.hand_off(reserve, status=TransferStatus.ABORTED, pages=[], first_token=None)
         rig.until(lambda: bool(rig.seen(RequestEnd, "r")))
         rig.until(lambda: rig.measure("decode-0").gauges["pages_free"] == DECODE_PAGES)
-        page_bytes = rig.hellos["decode-0"].page_bytes
-        link = connect(reserve.address, page_bytes, fake.digester)
-        link.put(reserve.transfer, reserve.pages[0], torch.ones(page_bytes, dtype=torch.uint8), torch.tensor([1, 1, 1]))
-        with pytest.raises(Exception, match="took 0 of 1"):
-            link.flush(reserve.transfer, 1)
+        source = Segment.create(Path(f"/dev/shm/{rig.directory.name}"), 1, rig.hellos["decode-0"].page_bytes)
+        source.unlink()
+        link = connect("tcp", reserve.address, source, fake.digester)
+        link.post(Batch(reserve.transfer, [0], reserve.pages[:1], torch.tensor([[1, 1, 1]])))
+        rig.until(lambda: link.poll(0.01) is not Fate.MOVING)
+        assert link.poll(0.0) is Fate.FAILED
+        assert "took 0 of 1" in link.error
 
 
 # The gate

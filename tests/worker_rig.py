@@ -34,6 +34,7 @@ from engine.messages import (
     Tokens,
     WorkerDown,
 )
+from guard.findings import Finding
 from guard.ledger.ledger import Ledger
 from guard.ledger.world import LedgerSettings
 from guard.policy import Policy
@@ -76,9 +77,13 @@ class Rig:
     Args:
         fields: Of the configuration.
         workers: Which to start.
+        process: The program that is a worker.
     """
 
-    def __init__(self, *, workers: tuple[str, ...] = ("prefill-0", "decode-0"), **fields: Any) -> None:
+    def __init__(
+        self, *, workers: tuple[str, ...] = ("prefill-0", "decode-0"), process: Path = PROCESS, **fields: Any
+    ) -> None:
+        self._process = process
         self.directory = Path(tempfile.mkdtemp(prefix="kvw"))
         self.guard = Guard(f"unix:{self.directory}/guard.sock")
         guard = fields.pop("guard", {})
@@ -109,7 +114,7 @@ class Rig:
 
     def start(self, name: str) -> None:
         role = name.partition("-")[0]
-        command = [sys.executable, str(PROCESS), "--name", name, "--role", role, "--config", str(self._file)]
+        command = [sys.executable, str(self._process), "--name", name, "--role", role, "--config", str(self._file)]
         self.processes[name] = subprocess.Popen(command, cwd=PROCESS.parent.parent)
 
     def kill(self, name: str) -> None:
@@ -242,9 +247,9 @@ class Rig:
         return [name for name in os.listdir("/dev/shm") if name.startswith(stem)]
 
 
-def findings(records: list[Record], **policy: Any) -> list[str]:
-    """What the guard concludes from a finished run, a line each."""
-    found = {}
+def judge(records: list[Record], **policy: Any) -> list[Finding]:
+    """What the guard concludes from a finished run."""
+    found: dict[int, Finding] = {}
     ledger = Ledger(
         Policy(**policy),
         LedgerSettings(reorder_window_ms=None),
@@ -253,4 +258,9 @@ def findings(records: list[Record], **policy: Any) -> list[str]:
     for record in records:
         ledger.feed(record, record.time_ns)
     ledger.finish()
-    return [f"{f.kind} {f.request} {f.pool} {f.pages}" for f in found.values()]
+    return list(found.values())
+
+
+def findings(records: list[Record], **policy: Any) -> list[str]:
+    """The same, a line each."""
+    return [f"{f.kind} {f.request} {f.pool} {f.pages}" for f in judge(records, **policy)]

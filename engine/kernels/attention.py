@@ -73,32 +73,14 @@ class BatchMeta:
                 f"pool: contiguous [pages, layers, 2, page_tokens, kv_heads, head_dim] is needed, not "
                 f"{list(pool.shape)}"
             )
-        if not len(tables) == len(lengths) == len(new_tokens) or not tables:
-            raise ValueError(
-                f"batch: as many tables ({len(tables)}) as lengths ({len(lengths)}) and new_tokens "
-                f"({len(new_tokens)}) are needed, and at least one"
-            )
         pages, layers, _, page_tokens, kv_heads, head_dim = pool.shape
         width = page_tokens * kv_heads * head_dim
-        used: list[Sequence[int]] = []
-        slots: list[int] = []
-        for place, (table, length, new) in enumerate(zip(tables, lengths, new_tokens, strict=True)):
-            if not 1 <= new <= length:
-                raise ValueError(f"sequence {place}: {new} new tokens of {length}: at least 1, at most all")
-            needed = -(-length // page_tokens)
-            if len(table) < needed:
-                raise ValueError(
-                    f"sequence {place}: {length} tokens need {needed} pages of {page_tokens} tokens, its block "
-                    f"table has {len(table)}"
-                )
-            table = table[:needed]
-            if min(table) < 0 or max(table) >= pages:
-                raise ValueError(f"sequence {place}: its block table names a page outside 0..{pages - 1}")
-            used.append(table)
-            slots += [
-                table[t // page_tokens] * layers * 2 * page_tokens + t % page_tokens
-                for t in range(length - new, length)
-            ]
+        used = used_tables(tables, lengths, new_tokens, pages, page_tokens)
+        slots = [
+            table[t // page_tokens] * layers * 2 * page_tokens + t % page_tokens
+            for table, length, new in zip(used, lengths, new_tokens, strict=True)
+            for t in range(length - new, length)
+        ]
         starts = [0]
         for new in new_tokens:
             starts.append(starts[-1] + new)
@@ -137,13 +119,52 @@ class BatchMeta:
         chunks = [group([i], new) for i, new in enumerate(new_tokens) if new > 1]
         singles = [group(members, 1) for members in _alike([i for i, n in enumerate(new_tokens) if n == 1], used)]
         return cls(
-            positions=torch.tensor(
-                list(chain.from_iterable(range(e - n, e) for e, n in zip(lengths, new_tokens, strict=True)))
-            ),
+            positions=positions_of(lengths, new_tokens),
             last=torch.tensor(starts[1:]) - 1,
             slots=torch.tensor(slots),
             groups=(*chunks, *singles),
         )
+
+
+def used_tables(
+    tables: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    new_tokens: Sequence[int],
+    pages: int,
+    page_tokens: int,
+) -> list[Sequence[int]]:
+    """What of each block table a step reads, once it is seen that the batch fits its tables and the pool.
+
+    Raises:
+        ValueError: It does not; names the sequence.
+    """
+    if not len(tables) == len(lengths) == len(new_tokens) or not tables:
+        raise ValueError(
+            f"batch: as many tables ({len(tables)}) as lengths ({len(lengths)}) and new_tokens "
+            f"({len(new_tokens)}) are needed, and at least one"
+        )
+    used: list[Sequence[int]] = []
+    for place, (table, length, new) in enumerate(zip(tables, lengths, new_tokens, strict=True)):
+        if not 1 <= new <= length:
+            raise ValueError(f"sequence {place}: {new} new tokens of {length}: at least 1, at most all")
+        needed = -(-length // page_tokens)
+        if len(table) < needed:
+            raise ValueError(
+                f"sequence {place}: {length} tokens need {needed} pages of {page_tokens} tokens, its block "
+                f"table has {len(table)}"
+            )
+        table = table[:needed]
+        if min(table) < 0 or max(table) >= pages:
+            raise ValueError(f"sequence {place}: its block table names a page outside 0..{pages - 1}")
+        used.append(table)
+    return used
+
+
+def positions_of(lengths: Sequence[int], new_tokens: Sequence[int]) -> Tensor:
+    """[n] int64: each new token's place in its sequence."""
+    return torch.tensor(
+        list(chain.from_iterable(range(end - new, end) for end, new in zip(lengths, new_tokens, strict=True)))
+    )
 
 
 def _alike(members: list[int], used: Sequence[Sequence[int]]) -> list[list[int]]:

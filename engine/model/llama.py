@@ -87,7 +87,7 @@ class Model:
         # neighbours (2i, 2i+1), llama.cpp's layout of q and k, so a pair is one complex number.
         frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
         angle = torch.outer(torch.arange(c.context, dtype=torch.float64), frequency)
-        self._turns = torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+        self._turns = torch.polar(torch.ones_like(angle), angle).to(self._embed.device, torch.complex64)
 
     @staticmethod
     def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -159,6 +159,7 @@ def _linear(weight: Tensor) -> Matmul:
     """
     usable = (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and weight.device.type == "cpu"
         and not weight.requires_grad
         and (
             weight.dtype in (torch.float32, torch.bfloat16)

@@ -24,17 +24,18 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from engine.digest import PageDigester
 from engine.segment import Segment
-from engine.transport.link import TransferError
+from engine.transport.link import Batch, Fate, TransferError
 
 _MAGIC = b"KVG1"
 _CHALLENGE_BYTES = _PROOF_BYTES = 32
@@ -45,63 +46,110 @@ _PAGE, _FLUSH = 1, 2
 _MAX_ID_BYTES = 1024
 _MAX_CONNECTIONS = 64
 _TIMEOUT_S = 10.0
-"""For what the other side owes us at once: the handshake, the rest of a frame, the answer to a flush."""
+"""For what the other side owes us at once: the handshake, and to a receiver the rest of a frame."""
 
 
 class TcpLink:
-    """See `engine.transport.link.Link`."""
+    """See `engine.transport.link.Link`. Nothing is sent but by `poll`, and nothing is waited for longer than it may.
 
-    def __init__(self, address: str, page_bytes: int, digester: PageDigester) -> None:
+    When it fails, the kernel has its own copies of what was sent; the source is read no more.
+    """
+
+    def __init__(self, address: str, segment: Segment, digester: PageDigester) -> None:
         host, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
         except (OSError, ValueError, OverflowError) as error:
             raise TransferError(f"transfer to {address!r:.100}: {error}") from error
         self._address = address
-        self._page_bytes = page_bytes
+        self._segment = segment
+        self._steps: Iterator[int] = iter(())
+        self.error = ""
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = self._read(len(_MAGIC) + _CHALLENGE_BYTES)
-            if not greeting.startswith(_MAGIC):
-                raise TransferError(f"transfer to {address}: what listens there is no kvguard decode worker")
-            self._send(_HELLO.pack(digester.authenticator(greeting[len(_MAGIC) :]), page_bytes))
-            self._read(1)
+            self._shake_hands(digester)
+            self._socket.setblocking(False)
+        except (OSError, EOFError) as error:
+            self.close()
+            raise TransferError(f"transfer to {address}: {_why(error)}") from error
         except TransferError:
             self.close()
             raise
 
-    def put(self, transfer: str, page: int, data: Tensor, tag: Tensor) -> None:
-        """Sends the page."""
-        if data.numel() != self._page_bytes:
-            raise TransferError(f"{transfer}: a page of {data.numel()} bytes, the link carries {self._page_bytes}")
-        self._send(_frame(_PAGE, transfer, page, tag.tolist()))
-        self._send(data.numpy().data)
+    def post(self, batch: Batch) -> None:
+        """Nothing is sent yet."""
+        batch.check(self._segment.pages, 1 << 63)
+        self._steps = self._move(batch, _id(batch.transfer))
 
-    def flush(self, transfer: str, pages: int) -> None:
-        """Waits for the receiver's count."""
-        self._send(_frame(_FLUSH, transfer, pages, (0, 0, 0)))
-        (written,) = _COUNT.unpack(self._read(_COUNT.size))
-        if written != pages:
-            raise TransferError(f"{transfer}: {self._address} took {written} of {pages} pages")
+    def poll(self, wait_s: float) -> Fate:
+        """Sends and receives as the socket is ready for it."""
+        deadline = time.monotonic() + wait_s
+        try:
+            # What the steps give is what the socket has to be ready for.
+            while (event := next(self._steps, 0)) != 0:
+                left = deadline - time.monotonic()
+                if not _ready(self._socket, event, max(0.0, left)) or left < 0:
+                    return Fate.MOVING
+        except (OSError, EOFError, TransferError) as error:
+            self.error = f"transfer to {self._address}: {_why(error)}"
+            self.close()
+            self._steps = self._failed()
+            return Fate.FAILED
+        return Fate.DONE
+
+    def abort(self) -> None:
+        """Closes the connection."""
+        self.close()
+        self._steps = self._failed()
 
     def close(self) -> None:
         """Closes the connection."""
         self._socket.close()
 
-    def _send(self, data: bytes | memoryview) -> None:
-        try:
-            self._socket.sendall(data)
-        except OSError as error:
-            raise TransferError(f"transfer to {self._address}: {error}") from error
+    def _failed(self) -> Iterator[int]:
+        raise TransferError(self.error or "aborted")
+        yield 0  # it is a generator
 
-    def _read(self, size: int) -> bytes:
-        buffer = bytearray(size)
-        try:
-            _read_into(self._socket, memoryview(buffer))
-        except (OSError, EOFError) as error:
-            reason = str(error) or "closed by the other side; do digest_key and page size agree?"
-            raise TransferError(f"transfer to {self._address}: {reason}") from error
-        return bytes(buffer)
+    def _shake_hands(self, digester: PageDigester) -> None:
+        greeting = bytearray(len(_MAGIC) + _CHALLENGE_BYTES)
+        _read_into(self._socket, memoryview(greeting))
+        if not greeting.startswith(_MAGIC):
+            raise TransferError(f"transfer to {self._address}: what listens there is no kvguard decode worker")
+        proof = digester.authenticator(bytes(greeting[len(_MAGIC) :]))
+        self._socket.sendall(_HELLO.pack(proof, self._segment.page_bytes))
+        _read_into(self._socket, memoryview(bytearray(1)))
+
+    def _move(self, batch: Batch, name: bytes) -> Iterator[int]:
+        """Sends the pages and a flush, and reads the answer to it; gives what it waits for."""
+        for source, page, tag in zip(batch.source, batch.destination, batch.tags.tolist(), strict=True):
+            data = self._segment.data[source].numpy().data
+            yield from self._send([memoryview(_FRAME.pack(_PAGE, len(name), page, *tag) + name), data])
+        yield from self._send([memoryview(_FRAME.pack(_FLUSH, len(name), len(batch.source), 0, 0, 0) + name)])
+        answer = b""
+        while len(answer) < _COUNT.size:
+            try:
+                part = self._socket.recv(_COUNT.size - len(answer))
+            except BlockingIOError:
+                yield select.POLLIN
+                continue
+            if not part:
+                raise EOFError
+            answer += part
+        (written,) = _COUNT.unpack(answer)
+        if written != len(batch.source):
+            raise TransferError(f"{batch.transfer}: it took {written} of {len(batch.source)} pages")
+
+    def _send(self, parts: list[memoryview]) -> Iterator[int]:
+        while parts:
+            try:
+                sent = self._socket.sendmsg(parts)
+            except BlockingIOError:
+                yield select.POLLOUT
+                continue
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
 
 
 class TcpReceiver:
@@ -122,15 +170,20 @@ class TcpReceiver:
         self.address = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
 
-    def grant(self, transfer: str, pages: Sequence[int], generations: Sequence[int]) -> None:
+    def register(self, peer: str, transfer: str, pages: Sequence[int], generations: Sequence[int]) -> str:
         """From now on the transfer may write these pages."""
         with self._lock:
             self._grants[transfer] = dict(zip(pages, generations, strict=True))
+        return self.address
 
-    def revoke(self, transfer: str) -> None:
-        """From now on it may write none."""
+    def confirm(self, transfer: str, *, clean: bool) -> bool:
+        """Pages are written by this side's own threads, under the lock: from now on they write none of these."""
         with self._lock:
             self._grants.pop(transfer, None)
+        return True
+
+    def forget(self, peer: str) -> None:
+        """Its connections ended with it."""
 
     def close(self) -> None:
         """Ends all connections."""
@@ -202,7 +255,7 @@ class TcpReceiver:
                 connection.sendall(_COUNT.pack(written.pop(transfer, 0)))
                 continue
             _read_into(connection, page_data.numpy().data)
-            # Under the lock, so that after `revoke` nothing is written; the page is read aside first, so that
+            # Under the lock, so that after `confirm` nothing is written; the page is read aside first, so that
             # a slow sender does not hold the lock.
             with self._lock:
                 if self._grants.get(transfer, {}).get(number) == tag[2]:
@@ -219,11 +272,21 @@ class TcpReceiver:
         return more
 
 
-def _frame(kind: int, transfer: str, number: int, tag: Sequence[int]) -> bytes:
+def _id(transfer: str) -> bytes:
     name = transfer.encode()
     if not 1 <= len(name) <= _MAX_ID_BYTES:
         raise TransferError(f"transfer id of {len(name)} bytes; 1 to {_MAX_ID_BYTES} can be sent")
-    return _FRAME.pack(kind, len(name), number, *tag) + name
+    return name
+
+
+def _ready(connection: socket.socket, event: int, wait_s: float) -> bool:
+    poller = select.poll()
+    poller.register(connection, event)
+    return bool(poller.poll(wait_s * 1000))
+
+
+def _why(error: Exception) -> str:
+    return str(error) or "closed by the other side; do digest_key and page size agree?"
 
 
 def _read_into(connection: socket.socket, buffer: memoryview) -> None:

@@ -132,6 +132,9 @@ def end_received(world: World, stream: Stream, rs: RequestStream, record: Transf
     pool = world.pool(record.pool_id, stream.name)
     if record.status is TransferStatus.OK:
         _landed(world, stream, rs, record, where, pool, transfers)
+    elif record.digests is not None:
+        # A receiver that refused what arrived because its bytes differ says so in its digests.
+        _mismatched(world, rs, record, where, pool, transfers)
     for transfer in transfers:
         writers = tuple(transfer.late)
         if record.status is TransferStatus.OK:
@@ -219,7 +222,7 @@ def _mismatched(
     transfers: list[Transfer],
 ) -> set[int]:
     unverified = record.digests is None or any(t.begin.digests is None for t in transfers)
-    if unverified and world.policy.digests == "require":
+    if unverified and record.status is TransferStatus.OK and world.policy.digests == "require":
         world.report(
             Kind.UNVERIFIED_TRANSFER, where, pool.id, rs, transfer=record.transfer,
             reason="one side gave no digest",

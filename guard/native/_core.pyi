@@ -1,4 +1,4 @@
-"""The native core: records, OTLP decoder, ring, ledger, board, journal."""
+"""The native core: records, OTLP decoder, ring, ledger, board, journal, page hash."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -284,6 +284,43 @@ class BoardWriter:
     def advance(self, stream: str, epoch: int, seq: int) -> None: ...
     def forget_stream(self, stream: str) -> None: ...
     def close(self) -> None: ...
+
+# The page hash
+
+HASH_WAYS: tuple[str, ...]
+"""What this processor can compute it with, the fastest first; the last is ``portable``."""
+
+class HashKey:
+    """A tenant's key of the page hash, see include/kvguard/digest.h. Thread-safe."""
+
+    def __init__(self, key: bytes, way: str | None = None) -> None:
+        """Args:
+            key: 6176 bytes.
+            way: One of `HASH_WAYS`; the fastest where it is None.
+
+        Raises:
+            ValueError: The key is of another size, or the processor does not have the way.
+        """
+
+    def pages(self, pools: Sequence[Buffer], pages: Sequence[int], layers: int = 1) -> list[bytes]:
+        """The hashes of pages, 16 bytes each; the GIL is free meanwhile, and nothing is copied.
+
+        Args:
+            pools: Buffers [pages, ...]: what each has of a page, `layers` pieces of equal size in one run, in order.
+            pages: Which.
+            layers: How many.
+
+        Raises:
+            ValueError: A buffer is not like that, does not have the page, or a page does not divide into `layers`.
+            TypeError: One is no buffer at all.
+        """
+
+    def merge(self, left: bytes, right: bytes, right_blocks: int) -> bytes:
+        """The hash of the pieces of `left` and those of `right` behind them, which are so many 4096-byte blocks.
+
+        Raises:
+            ValueError: One is no hash.
+        """
 
 # The journal
 

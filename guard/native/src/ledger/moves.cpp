@@ -225,7 +225,7 @@ std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, co
     const bool given = (record.flags & KVG_HAS_DIGESTS) != 0;
     bool unverified = !given;
     for (const Transfer* t : transfers) unverified |= !t->has_digests;
-    if (unverified && world.policy.require_digests) {
+    if (unverified && record.status == KVG_OK && world.policy.require_digests) {
         Report more;
         more.transfer = record.transfer;
         more.reason = "one side gave no digest";
@@ -261,8 +261,7 @@ std::unordered_set<std::uint64_t> mismatched(World& world, RequestStream* rs, co
 }
 
 void landed(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where, Pool* pool,
-            const Transfers& transfers) {
-    const bool in_order = disjoint(transfers) && are_those_of(transfers, record.pages);
+            const Transfers& transfers, bool in_order) {
     const auto wrong = mismatched(world, rs, record, where, pool, transfers, in_order);
     std::unordered_set<std::uint64_t> given_up;
     for (const Transfer* t : transfers)
@@ -475,7 +474,13 @@ void end_received(World& world, Stream& stream, RequestStream* rs, const Record&
     merge_clocks(stream, transfers);
     Pool* const pool = world.pool_of(record, stream.name);
     const bool ok = record.status == KVG_OK;
-    if (ok) landed(world, stream, rs, record, where, pool, transfers);
+    const bool in_order = disjoint(transfers) && are_those_of(transfers, record.pages);
+    if (ok) {
+        landed(world, stream, rs, record, where, pool, transfers, in_order);
+    } else if ((record.flags & KVG_HAS_DIGESTS) != 0) {
+        // A receiver that refused what arrived because its bytes differ says so in its digests.
+        mismatched(world, rs, record, where, pool, transfers, in_order);
+    }
     for (Transfer* transfer : transfers) {
         const auto lates = transfer->late;
         if (ok)
