@@ -37,9 +37,10 @@ const char* check_id(std::string_view id) {
     return length > 256 ? "an id has more than 256 characters" : nullptr;
 }
 
-const char* check_pages(const Pages& pages) {
-    std::uint64_t total = 0;
+// What is wrong with them; `total`: how many they are.
+const char* check_pages(const Pages& pages, std::uint64_t& total) {
     std::uint64_t last_stop = ~std::uint64_t{0};
+    total = 0;
     for (std::uint32_t i = 0; i < pages.runs(); ++i) {
         const Pages::Run run = pages.run(i);
         if (run.stop() > KVG_MAX_PAGE_INDEX) return "a page index is beyond 2**40 - 1";
@@ -89,8 +90,13 @@ bool is_digests(std::string_view text, std::uint32_t count) {
     return commas + 1 == count;
 }
 
-bool is_zeros(const char* p, std::size_t n) {
-    return std::all_of(p, p + n, [](char c) { return c == 0; });
+// Whether the last `count` bytes, fewer than eight, before `end` are zeros.
+bool ends_in_zeros(const char* end, std::size_t count) {
+    char last[8] = {};
+    std::memcpy(last, end - count, count);
+    std::uint64_t word;
+    std::memcpy(&word, last, sizeof word);
+    return word == 0;
 }
 
 bool needs_transfer(kvg_kind kind) { return kind == KVG_TRANSFER_BEGIN || kind == KVG_TRANSFER_END; }
@@ -158,10 +164,10 @@ const char* parse(const void* data, std::size_t size, Record& out) {
         std::memcpy(&out.context_limit, p + at + 8, 8);
         if ((out.page_bytes | out.context_limit) & kHigh) return "a number is 2**63 or more";
         if (out.tokens > KVG_MAX_PAGE_INDEX) return "a pool of more than 2**40 pages";
-        if (!is_zeros(p + ids_end, at - ids_end)) return "its padding is not zeros";
+        if (!ends_in_zeros(p + at, at - ids_end)) return "its padding is not zeros";
     } else if (out.has_pages()) {
         if (at + 16 > h.bytes) return "it ends before its pages";
-        if (!is_zeros(p + ids_end, at - ids_end)) return "its padding is not zeros";
+        if (!ends_in_zeros(p + at, at - ids_end)) return "its padding is not zeros";
         std::uint32_t counts[4];
         std::memcpy(counts, p + at, sizeof counts);
         at += sizeof counts;
@@ -172,17 +178,19 @@ const char* parse(const void* data, std::size_t size, Record& out) {
         out.peer_pages = {words + counts[0], counts[1]};
         out.digests = {p + at + 8 * runs, counts[2]};
         out.digest_count = counts[3];
-        if (const char* wrong = check_pages(out.pages); wrong != nullptr) return wrong;
+        std::uint64_t named_pages = 0;
+        if (const char* wrong = check_pages(out.pages, named_pages); wrong != nullptr) return wrong;
         if (kind == KVG_TRANSFER_BEGIN) {
-            if (const char* wrong = check_pages(out.peer_pages); wrong != nullptr) return wrong;
-            if (out.pages.size() != out.peer_pages.size()) return "kv.pages and kv.peer.pages differ in length";
+            std::uint64_t peers = 0;
+            if (const char* wrong = check_pages(out.peer_pages, peers); wrong != nullptr) return wrong;
+            if (named_pages != peers) return "kv.pages and kv.peer.pages differ in length";
         } else if (counts[1] != 0) {
             return "kv.peer.pages is out of place";
         }
         if (h.flags & KVG_HAS_DIGESTS) {
             if (!needs_transfer(kind)) return "kv.digests is out of place";
             if (!is_digests(out.digests, out.digest_count)) return "kv.digests is not lower-case hexadecimal";
-            if (out.digest_count != out.pages.size()) return "kv.digests is not one a page";
+            if (out.digest_count != named_pages) return "kv.digests is not one a page";
         } else if (counts[2] != 0 || counts[3] != 0) {
             return "kv.digests is out of place";
         }

@@ -12,12 +12,18 @@ inline bool is_ascii(std::string_view text) {
     const char* p = text.data();
     std::size_t n = text.size();
     std::uint64_t bits = 0;
-    for (; n >= 8; p += 8, n -= 8) {
-        std::uint64_t word;
-        std::memcpy(&word, p, 8);
-        bits |= word;
+    const auto word = [](const char* at) {
+        std::uint64_t w;
+        std::memcpy(&w, at, 8);
+        return w;
+    };
+    if (n >= 8) {
+        const char* const last = p + n - 8;
+        for (; p < last; p += 8) bits |= word(p);
+        bits |= word(last);
+    } else {
+        for (; n > 0; ++p, --n) bits |= static_cast<unsigned char>(*p);
     }
-    for (; n > 0; ++p, --n) bits |= static_cast<unsigned char>(*p);
     return (bits & 0x8080808080808080u) == 0;
 }
 

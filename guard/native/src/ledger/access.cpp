@@ -111,25 +111,37 @@ void keep_looked(World& world, RequestStream* rs, Log& kept, const Where& where,
     kept.add(world.memory, where.time_ns, where.seq, pool, joined.view());
 }
 
-// Keeps a read. Mostly it is of the pages of the one before and a few more.
-void keep_read(World& world, RequestStream* rs, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit) {
-    const auto hash = [&](std::uint32_t from, std::uint32_t to, std::uint64_t h) {
-        for (std::uint32_t i = from; i < to; ++i) h = world.hash(pages.data()[i], h);
-        return h;
-    };
-    const std::uint32_t runs = pages.runs(), before = rs->read_runs;
-    std::uint32_t keeps = before > 0 && runs >= before ? before - 1 : 0;
-    std::uint64_t h = hash(0, keeps, 0);
-    if (keeps != 0 && h != rs->read_hash) keeps = 0;
-    if (keeps == 0) h = 0;
-    keep_looked(world, rs, rs->reads, where, pool, pages, limit, keeps);
-    rs->read_hash = runs == 0 ? 0 : hash(keeps, runs - 1, h);
+// How a read begins as the one before it did: mostly it is of the same pages and a few more.
+struct Begin {
+    std::uint32_t keeps;  // runs of it, the last one of the one before not among them
+    std::uint64_t hash;   // of them
+};
+
+std::uint64_t hash_runs(const World& world, const Pages& pages, std::uint32_t from, std::uint32_t to, std::uint64_t h) {
+    for (std::uint32_t i = from; i < to; ++i) h = world.hash(pages.data()[i], h);
+    return h;
+}
+
+Begin as_before(const World& world, const RequestStream* rs, const Pages& pages) {
+    if (rs->read_runs < 2 || pages.runs() < rs->read_runs) return {0, 0};
+    const std::uint32_t keeps = rs->read_runs - 1;
+    const std::uint64_t h = hash_runs(world, pages, 0, keeps, 0);
+    return h == rs->read_hash ? Begin{keeps, h} : Begin{0, 0};
+}
+
+void keep_read(World& world, RequestStream* rs, const Where& where, Name* pool, const Pages& pages, std::uint64_t limit,
+               const Begin& begin) {
+    keep_looked(world, rs, rs->reads, where, pool, pages, limit, begin.keeps);
+    const std::uint32_t runs = pages.runs();
+    rs->read_hash = runs == 0 ? 0 : hash_runs(world, pages, begin.keeps, runs - 1, begin.hash);
     rs->read_runs = rs->reads.full() ? 0 : runs;
 }
 
 // Which of the record's pages are not valid for the request; and, into `world.labels_read`, whose data is in those that
-// must be its own.
-Evidence look(World& world, RequestStream* rs, const Record& record, Pool* pool, const Name* tenant) {
+// must be its own. The first `skip` runs need no look. `clean`: the others are all its own and nothing is amiss, nor can
+// be without `Page::change`; they bear kSeen.
+Evidence look(World& world, RequestStream* rs, const Record& record, Pool* pool, const Name* tenant, std::uint32_t skip,
+              bool& clean) {
     const std::unordered_set<std::uint64_t>* permitted = nullptr;
     if (rs->rare)
         if (const auto at = rs->rare->permitted.find(pool); at != rs->rare->permitted.end()) permitted = &at->second;
@@ -153,9 +165,13 @@ Evidence look(World& world, RequestStream* rs, const Record& record, Pool* pool,
             plain = label;
         }
     };
-    world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
+    clean = tenant == rs->tenant.get() && permitted == nullptr;
+    const Pages rest(record.pages.data() + skip, record.pages.runs() - skip);
+    world.within(pool, rest, [&](std::uint64_t index, Page& page) {
         const bool unvouched = pool->unvouched(page);
         if (!world.readable_by(pool, index, page, rs)) stale.add(index, unvouched);
+        clean = clean && page.owner == rs && !unvouched && page.links == nullptr;
+        if (clean) page.set(Page::kSeen, true);
         if (permitted != nullptr && permitted->count(index) != 0 && world.shared_to(pool, index, page, rs->request))
             return;
         if (unvouched || page.label != plain) look_at(page.label, index, unvouched);
@@ -163,14 +179,16 @@ Evidence look(World& world, RequestStream* rs, const Record& record, Pool* pool,
             for (const Ref<Late>& late : page.links->late) look_at(late->taint.get(), index, unvouched);
     });
     std::uint64_t beyond = kMaxBeyond;
-    for (std::uint32_t i = 0; i < record.pages.runs() && beyond > 0; ++i) {
-        const Pages::Run run = record.pages.run(i);
+    for (std::uint32_t i = 0; i < rest.runs() && beyond > 0; ++i) {
+        const Pages::Run run = rest.run(i);
         const std::uint64_t first = std::max(run.first, pool->size);
         if (first >= run.stop()) continue;
         const std::uint64_t pages = std::min(run.stop() - first, beyond);
         stale.add_run(first, first + pages);
         beyond -= pages;
     }
+    clean = clean && stale.empty();
+    for (const LabelRead& label : labels) clean = clean && !label.watched;
     return stale;
 }
 
@@ -263,7 +281,16 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
     Pool* const pool = world.pool_of(record, stream.name);
     const Ref<Name> keep = world.tenant_of(rs, record);
     Name* const tenant = keep.get();
-    stale_read(world, rs, record, pool, where, look(world, rs, record, pool, tenant), "read ");
+    // Nothing has changed about pages that the last read found to be in order, or `look_again` says so.
+    const Begin begin = as_before(world, rs, record.pages);
+    const bool seen = rs->seen_pool == pool && rs->seen_changes == pool->changes && !rs->look_again &&
+                      tenant == rs->tenant.get();
+    bool clean = false;
+    const Evidence stale = look(world, rs, record, pool, tenant, seen ? begin.keeps : 0, clean);
+    rs->seen_pool = clean ? pool : nullptr;
+    rs->seen_changes = pool->changes;
+    rs->look_again = false;
+    stale_read(world, rs, record, pool, where, stale, "read ");
     too_far(world, rs, record, pool, where);
     foreign_read(world, rs, tenant, pool, where, "read pages that hold other tenants' data");
     auto& tasted = world.labels_tasted;
@@ -276,7 +303,7 @@ void read(World& world, Stream& stream, RequestStream* rs, const Record& record,
         rs->label = world.taints.join(rs->label.get(), own.get());
     }
     world.labels_read.clear();
-    keep_read(world, rs, where, world.pool_name(pool), record.pages, pool->limit);
+    keep_read(world, rs, where, world.pool_name(pool), record.pages, pool->limit, begin);
     crossing(world, rs->request);
 }
 
@@ -284,7 +311,9 @@ void refuse(World& world, Stream& stream, RequestStream* rs, const Record& recor
     Pool* const pool = world.pool_of(record, stream.name);
     Refusal refusal{rs, world.tenant_of(rs, record), pool, where, {}, {}};
     Name* const tenant = refusal.tenant.get();
-    stale_read(world, rs, record, pool, where, look(world, rs, record, pool, tenant), "the worker refused ");
+    bool clean = false;
+    const Evidence stale = look(world, rs, record, pool, tenant, 0, clean);
+    stale_read(world, rs, record, pool, where, stale, "the worker refused ");
     world.within(pool, record.pages, [&](std::uint64_t index, Page& page) {
         if (world.readable_by(pool, index, page, rs)) append(refusal.own[pool->unvouched(page)], index);
     });

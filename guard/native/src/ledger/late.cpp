@@ -89,6 +89,7 @@ void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
     rs->more().late[{pool, index}].push_back(late);
     rs->request->suspected = true;
     if (page != nullptr) {
+        page->change();
         auto& lates = world.links(*page).late;
         lates.push_back(late);
         std::size_t unbound = 0;

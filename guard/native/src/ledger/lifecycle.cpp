@@ -54,6 +54,7 @@ void announce(World& world, Stream& stream, const Record& record, const Where& w
     Pool* const pool = record.pool.empty() ? world.own_pool(stream.name, false) : world.pool(record.pool);
     world.give(pool, stream.name);
     pool->size = record.tokens;
+    ++pool->changes;
     pool->announced = true;
     pool->page_tokens = record.extra;
     pool->role = record.code;

@@ -206,6 +206,7 @@ void unknown(World& world, Stream& stream, RequestStream* rs, const Record& reco
     rs->marked_degraded = true;
     Evidence pages;
     world.within(pool, never_sent, [&](std::uint64_t index, Page& page) {
+        page.change();
         page.sight = 0;
         // What was sent before the guard's restart has replaced what the guard saw since.
         if (before && page.owner == rs) page.set_label(nullptr);

@@ -128,6 +128,7 @@ void alloc(World& world, Stream& stream, RequestStream* rs, const Record& record
             ++held.owned;
             held.owned_runs.append(world.memory, index);
         }
+        page.change();
         page.set(Page::kCached, false);
         page.set(Page::kValid, false);
         page.set(Page::kTouched, false);
@@ -234,6 +235,7 @@ void scrub(World& world, Stream& stream, const Record& record) {
     Pool* const pool = world.pool_of(record, stream.name);
     world.within(pool, record.pages, [&](std::uint64_t, Page& page) {
         settle(world, page, stream.clock.get());
+        page.change();
         page.set_label(nullptr);
         page.set(Page::kValid, false);
     });

@@ -39,21 +39,28 @@ struct Page {
     static constexpr std::uint32_t kValid = 4;    // its owner's bytes are in it, this generation
     static constexpr std::uint32_t kTouched = 8;  // something was written or landed in it, this generation
     static constexpr std::uint32_t kShared = 16;  // some request may read it without owning it: see World::sharers
+    static constexpr std::uint32_t kSeen = 32;    // its owner found nothing amiss when it read it last: see `RequestStream::look_again`
 
     RequestStream* owner = nullptr;  // counted
     Taint* label = nullptr;          // counted; null: nobody's data
     Links* links = nullptr;          // owned; null: none
     std::uint32_t share_epoch = 0;   // changes when all its sharers go at once
-    std::uint32_t flags : 5 = 0;
+    std::uint32_t flags : 6 = 0;
     std::uint32_t incoming : 7 = 0;  // how often transfers in flight name it as destination; kMaxIncoming: or more
-    std::uint32_t sight : 20 = 0;    // the pool's `sight` when it was handed out; another: the guard lost sight of it
+    std::uint32_t sight : 19 = 0;    // the pool's `sight` when it was handed out; another: the guard lost sight of it
 
     static constexpr std::uint32_t kMaxIncoming = 127;
 
     bool is(std::uint32_t flag) const { return (flags & flag) != 0; }
     void set(std::uint32_t flag, bool on) { flags = on ? flags | flag : flags & ~flag; }
+    // Something else of it than its kShared and kCached is about to change.
+    void change() {
+        if (is(kSeen)) forget_seen();
+    }
+    void forget_seen();
     void set_label(Taint* taint) {
         if (taint == label) return;
+        change();
         if (taint != nullptr) retain(taint);
         if (label != nullptr) release(label);
         label = taint;
@@ -70,7 +77,7 @@ static_assert(sizeof(Page) == 32);
 inline constexpr std::uint64_t kBlockPages = 512;  // pages are made, and counted against a limit, in blocks
 
 struct Pool {
-    static constexpr std::uint32_t kMaxSight = (1u << 20) - 1;
+    static constexpr std::uint32_t kMaxSight = (1u << 19) - 1;
 
     std::string id;
     Ref<Name> name;  // once asked for
@@ -84,6 +91,7 @@ struct Pool {
     bool lost_count = false;  // transfers name pages of it that their `incoming` does not count
     std::uint64_t hash = 0;   // of its id
     std::uint32_t sight = 1;
+    std::uint32_t changes = 0;  // times that something may have changed for all of its pages at once
     std::uint32_t incarnation = 1;  // changes with each clear
     std::uint64_t pages = 0;        // those touched
     std::uint64_t blocks_kept = 0;
@@ -135,6 +143,7 @@ struct Pool {
     // Something about the pool was missed: vouch for no page until it is handed out again.
     void lose_sight() {
         lost_sight = true;
+        ++changes;
         if (sight < kMaxSight) {
             ++sight;
             return;

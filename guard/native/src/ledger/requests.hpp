@@ -115,6 +115,9 @@ struct RequestStream {
     bool followed = true;  // until another life takes its place, or the request is forgotten
     bool over_capacity = false;
     bool ended_empty = false;           // `first_end` is one
+    bool look_again = false;            // a page with kSeen of it has changed
+    Pool* seen_pool = nullptr;          // where it read only pages of its own last, and found nothing amiss
+    std::uint32_t seen_changes = 0;     // that pool's `changes`
     std::uint32_t read_runs = 0;        // of the read kept last
     std::uint64_t losses_before = 0;    // of its stream, when it began
     Holding holding;                    // of the first pool
@@ -222,6 +225,11 @@ struct Request {
     bool killed() const;
     RequestSummary summary() const;
 };
+
+inline void Page::forget_seen() {
+    set(kSeen, false);
+    owner->look_again = true;
+}
 
 inline void RequestStream::set_ended() {
     if (!ended) --request->open;

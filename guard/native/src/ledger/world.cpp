@@ -173,6 +173,7 @@ void World::clear(Pool* pool) {
     pool->blocks.clear();
     pool->blocks_kept = pool->pages = 0;
     pool->lost_sight = false;
+    ++pool->changes;
     ++pool->incarnation;
     std::vector<const RequestStream*> seen;
     for (const RsRef& owner : owners) {

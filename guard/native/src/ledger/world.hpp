@@ -201,6 +201,7 @@ struct World {
     }
     void set_owner(Page& page, RequestStream* rs) {
         if (page.owner == rs) return;
+        page.change();
         if (rs != nullptr) retain(rs);
         RequestStream* const before = std::exchange(page.owner, rs);
         if (before != nullptr) release(before);
