@@ -30,9 +30,9 @@ def reader() -> Rig:
         pytest.param(lambda rig: rig.free("d", "a1", "2"), id="given back"),
         pytest.param(lambda rig: rig.alloc("d", "a1", "2"), id="handed to it once more"),
         pytest.param(lambda rig: rig.alloc("d", "b1", "2"), id="handed to another"),
-        pytest.param(lambda rig: (rig.read("d", "b1", "0,2"), rig.scrub("d", "2")), id="read by another, then scrubbed"),
-        pytest.param(lambda rig: (rig.refuse("d", "b1", "2"), rig.scrub("d", "2")), id="refused another, then scrubbed"),
-        pytest.param(lambda rig: (rig.read("d", "a1", "0,2,4"), rig.scrub("d", "2")), id="read twice, then scrubbed"),
+        pytest.param(lambda rig: (rig.read("d", "b1", "0,2"), rig.scrub("d", "2")), id="read by another and scrubbed"),
+        pytest.param(lambda rig: (rig.refuse("d", "b1", "2"), rig.scrub("d", "2")), id="refused another and scrubbed"),
+        pytest.param(lambda rig: (rig.read("d", "a1", "0,2,4"), rig.scrub("d", "2")), id="read twice and scrubbed"),
     ],
 )
 def test_what_is_not_valid_any_more_is_noticed(change: Change) -> None:

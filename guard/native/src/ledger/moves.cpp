@@ -4,71 +4,11 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "ledger/world.hpp"
+#include "ledger/transfers.hpp"
 
 namespace kvguard {
 
 namespace {
-
-using Transfers = SmallVec<Transfer*, 4>;
-
-// Whether these pages are those that the transfers go to, one transfer after the other.
-bool are_those_of(const Transfers& transfers, const Pages& pages) {
-    std::uint32_t run = 0;
-    std::uint64_t taken = 0;  // pages of that run
-    for (const Transfer* t : transfers)
-        for (std::uint32_t i = 0; i < t->peer_pages.runs(); ++i) {
-            const Pages::Run theirs = t->peer_pages.run(i);
-            for (std::uint64_t at = 0; at < theirs.pages;) {
-                if (run == pages.runs()) return false;
-                const Pages::Run ours = pages.run(run);
-                if (ours.first + taken != theirs.first + at) return false;
-                const std::uint64_t both = std::min(theirs.pages - at, ours.pages - taken);
-                at += both;
-                taken += both;
-                if (taken == ours.pages) {
-                    ++run;
-                    taken = 0;
-                }
-            }
-        }
-    return run == pages.runs();
-}
-
-// Whether no page is gone to by two of them, as far as a short look tells.
-bool disjoint(const Transfers& transfers) {
-    std::uint64_t looks = 0;
-    for (std::uint32_t a = 1; a < transfers.size(); ++a)
-        for (std::uint32_t b = 0; b < a; ++b) {
-            const Pages &one = transfers[a]->peer_pages, &other = transfers[b]->peer_pages;
-            looks += std::uint64_t{one.runs()} * other.runs();
-            if (looks > 4096) return false;
-            for (std::uint32_t i = 0; i < one.runs(); ++i)
-                for (std::uint32_t j = 0; j < other.runs(); ++j)
-                    if (one.run(i).first < other.run(j).stop() && other.run(j).first < one.run(i).stop()) return false;
-        }
-    return true;
-}
-
-// Whether these digests are those that the senders gave, one transfer after the other.
-bool same_digests(const Transfers& transfers, std::string_view digests) {
-    for (std::uint32_t i = 0; i < transfers.size(); ++i) {
-        const std::string_view theirs = transfers[i]->digests;
-        if (!transfers[i]->has_digests || digests.substr(0, theirs.size()) != theirs) return false;
-        digests.remove_prefix(theirs.size());
-        if (i + 1 == transfers.size()) break;
-        if (digests.empty() || digests.front() != ',') return false;
-        digests.remove_prefix(1);
-    }
-    return digests.empty();
-}
-
-SortedRuns sorted(const Pages& pages) {
-    SortedRuns runs;
-    for (std::uint32_t i = 0; i < pages.runs(); ++i) runs.emplace_back(pages.run(i).first, pages.run(i).stop());
-    normalise(runs);
-    return runs;
-}
 
 // The digests' texts, one a page.
 std::vector<std::string_view> split(std::string_view digests) {
@@ -80,33 +20,6 @@ std::vector<std::string_view> split(std::string_view digests) {
     }
     return out;
 }
-
-bool is_piece(std::string_view transfer) {
-    const std::size_t slash = transfer.rfind('/');
-    if (slash == std::string_view::npos || slash + 1 == transfer.size()) return false;
-    return std::all_of(transfer.begin() + static_cast<std::ptrdiff_t>(slash) + 1, transfer.end(),
-                       [](char c) { return c >= '0' && c <= '9'; });
-}
-
-// The transfer of that id, or all its pieces begun so far; they stay while this does.
-class Named {
-  public:
-    Named(World& world, std::string_view id, std::uint64_t hash) {
-        if (Transfer* const exact = world.transfers.find(id, hash); exact != nullptr) {
-            all.push_back(exact);
-        } else if (const Pieces* const pieces = world.pieces.find(id, hash); pieces != nullptr) {
-            all.assign(pieces->begun.begin(), pieces->begun.size());
-        }
-        for (Transfer* transfer : all) retain(transfer);
-    }
-    Named(const Named&) = delete;
-    Named& operator=(const Named&) = delete;
-    ~Named() {
-        for (Transfer* transfer : all) release(transfer);
-    }
-
-    Transfers all;
-};
 
 void take_source(World& world, Stream& stream, RequestStream* rs, const Record& record, Transfer* transfer,
                  const Where& where) {
@@ -351,11 +264,6 @@ void merge_clocks(Stream& stream, const Transfers& transfers) {
 
 }  // namespace
 
-std::string_view base_of(std::string_view transfer) {
-    const std::size_t slash = transfer.rfind('/');
-    return slash == std::string_view::npos ? std::string_view{} : transfer.substr(0, slash);
-}
-
 void begin(World& world, Stream& stream, RequestStream* rs, const Record& record, const Where& where) {
     const std::uint64_t hash = world.transfer_hash(record);
     if (Transfer* const earlier = world.transfers.find(record.transfer, hash); earlier != nullptr)
@@ -409,26 +317,6 @@ void begin(World& world, Stream& stream, RequestStream* rs, const Record& record
         if (!suspected && world.page(pool, index).owner == receiver) return;
         if (seen.insert(index).second) begun_late(world, receiver, pool, index, transfer);
     });
-}
-
-bool missing_begin(World& world, const Record& record) {
-    const std::uint64_t hash = world.transfer_hash(record);
-    if (world.transfers.find(record.transfer, hash) != nullptr || world.done.has(hash)) return false;
-    const Pieces* const pieces = world.pieces.find(record.transfer, hash);
-    if (pieces == nullptr) return true;
-    for (const Transfer* t : pieces->begun)
-        // A sender begins no further piece after one that failed, or after its own restart.
-        if ((t->sent && t->sent_status != KVG_OK) || t->sender->gone) return false;
-    if (are_those_of(pieces->begun, record.pages)) return false;
-    SortedRuns begun;
-    for (const Transfer* t : pieces->begun) {
-        const SortedRuns more = sorted(t->peer_pages);
-        begun.insert(begun.end(), more.begin(), more.end());
-    }
-    normalise(begun);
-    SortedRuns all = begun;
-    add_runs(all, sorted(record.pages));
-    return all != begun;
 }
 
 void end_sent(World& world, const Record& record, const Where& where) {
