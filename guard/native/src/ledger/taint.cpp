@@ -91,6 +91,7 @@ TenantSets::Id TenantSets::single(Name* tenant) {
 }
 
 bool TenantSets::contains(Id id, const Name* tenant) const {
+    if (id != 0 && id == tenant->tenant_set) return true;
     for (const auto& t : sets_[id].tenants)
         if (t.get() == tenant) return true;
     return false;

@@ -120,7 +120,7 @@ class TaintGraph {
 
     // The tenants in it that `tenant` must not see.
     bool foreign(TenantSets::Id set, const Name* tenant) const {
-        if (set == 0) return false;
+        if (set == 0 || set == tenant->tenant_set) return false;
         for (const auto& t : sets.of(set))
             if (t.get() != tenant && t.get() != public_name.get()) return true;
         return false;
