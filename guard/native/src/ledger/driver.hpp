@@ -91,7 +91,7 @@ struct Ledger::Impl {
         } else {
             const std::uint64_t seq = record.seq;
             if (!stream->push(record, deadline(now_ns), world.hash))
-                lost(world, *stream, {seq, static_cast<std::int64_t>(stream->next_seq) - 1}, "the sequence ran backwards");
+                lost(world, *stream, {seq, static_cast<std::int64_t>(stream->next_seq - 1)}, "the sequence ran backwards");
             run({stream});
         }
         if (!stream->successors.empty() && world.settings.window_ns < 0)

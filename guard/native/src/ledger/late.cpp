@@ -79,7 +79,7 @@ void suspect(World& world, RequestStream* rs, Pool* pool, std::uint64_t index, P
     late->rs = rs;
     late->pool = pool;
     late->index = index;
-    late->page = page;
+    late->incarnation = page != nullptr ? pool->incarnation : 0;
     late->unvouched = rs->degraded() || (page != nullptr && pool->unvouched(*page));
     if (released != nullptr) {
         late->has_released = true;
@@ -156,7 +156,7 @@ void arrived(World& world, Late* late, const Where& where) {
     late->confirmed = true;
     judge(world, late);
     wrote(world, late, late->transfer.get(), where);
-    Page* const page = late->page;
+    Page* const page = late->page();
     if (page == nullptr || page->links == nullptr) return;
     auto& lates = page->links->late;
     const auto gone = std::erase_if(lates, [&](const Ref<Late>& other) { return other == late; });

@@ -173,7 +173,7 @@ void restart(World& world, Stream& stream) {
         if (rs == nullptr || rs->gone) continue;
         rs->gone = true;
         for (const Ref<Late>& late : lates_of(rs)) {
-            late->page = nullptr;
+            late->incarnation = 0;
             confirm(world, late.get());
         }
         rs->each_holding([&](Holding& held) {

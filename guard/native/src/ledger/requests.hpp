@@ -300,7 +300,7 @@ struct Late {
     RsRef rs;
     Pool* pool = nullptr;
     std::uint64_t index = 0;
-    Page* page = nullptr;  // null when the pool has restarted since
+    std::uint32_t incarnation = 0;  // the pool's, when the page was one of it; 0: it is none any more
     bool unvouched = false;
     bool has_released = false;
     Where released;
@@ -308,6 +308,9 @@ struct Late {
     bool confirmed = false, written = false;
     Ref<Taint> taint;  // empty until the sender's `ok`
     std::vector<RsRef> victims;
+
+    // Null when the pool has restarted since.
+    Page* page() const { return incarnation == pool->incarnation ? pool->slot(index) : nullptr; }
 };
 void retain(Late* late);
 void release(Late* late);

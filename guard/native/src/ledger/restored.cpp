@@ -21,8 +21,8 @@ void Ledger::Impl::restore(const Restored& before) {
         Stream* const stream = make(known.name);
         stream->epoch = static_cast<std::int64_t>(known.epoch);
         stream->processed = known.processed;
-        stream->resumed = known.processed + 1;
-        stream->next_seq = static_cast<std::uint64_t>(known.processed + 1);
+        stream->next_seq = static_cast<std::uint64_t>(known.processed) + 1;
+        stream->resumed = known.processed == INT64_MAX ? INT64_MAX : known.processed + 1;
         stream->time_ns = known.time_ns;
         stream->past.assign(known.past.begin(), known.past.end());
         note_moved(*stream);

@@ -163,7 +163,6 @@ void World::clear(Pool* pool) {
         }
         page.set_label(nullptr);
         if (page.links != nullptr) {
-            for (const Ref<Late>& late : page.links->late) late->page = nullptr;
             links_pool.destroy(page.links);
             page.links = nullptr;
         }
@@ -306,9 +305,9 @@ void World::drop_late(Late* late) {
             if (at->second.empty()) lates.erase(at);
         }
     }
-    if (late->page != nullptr && late->page->links != nullptr) {
-        std::erase_if(late->page->links->late, same);
-        tidy(*late->page);
+    if (Page* const page = late->page(); page != nullptr && page->links != nullptr) {
+        std::erase_if(page->links->late, same);
+        tidy(*page);
     }
     if (late->transfer) std::erase_if(late->transfer->late, same);
     if (!late->written) {
