@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,6 +20,7 @@ Kind = Literal["shm", "tcp", "nixl", "mooncake"]
 EXTRAS: dict[str, str] = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
 """Kinds that need an extra of the same name, and the module that it brings."""
 MAX_ADDRESS_BYTES = 4096
+_SPIN_S, _PAUSE_S = 500e-6, 20e-6
 
 
 class TransferError(RuntimeError):
@@ -83,8 +86,9 @@ class Batch:
             ("source", self.source, source_pages),
             ("destination", self.destination, destination_pages),
         ):
-            outside = next((page for page in pages if not 0 <= page < size), None)
-            if outside is not None:
+            # min and max, since a loop here takes as long as the posting.
+            if pages and not 0 <= min(pages) <= max(pages) < size:
+                outside = next(page for page in pages if not 0 <= page < size)
                 raise TransferError(f"{self.transfer}: {side} page {outside} of a pool of {size}")
         if not len(self.source) == len(self.destination) == len(self.tags):
             raise TransferError(
@@ -154,6 +158,19 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Lets go of everything."""
+
+
+def pause(waited_s: float) -> None:
+    """Lets others run before a library is asked again.
+
+    Args:
+        waited_s: How long it has been asked by now: the first half of a millisecond whoever has to do something for it
+            only gets the core, after that it is also asked more seldom.
+    """
+    if waited_s < _SPIN_S:
+        os.sched_yield()
+    else:
+        time.sleep(_PAUSE_S)
 
 
 def load(kind: Kind) -> None:
