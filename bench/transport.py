@@ -21,7 +21,7 @@ import statistics
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -230,6 +230,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> bool:
 
 def send(kind: str, pipe: Connection, results: Connection) -> None:
     """Measures all variants, and sends what they took."""
+    import numpy as np
     import torch
 
     from engine.transport.sender import Sender, Transfer
@@ -255,7 +256,7 @@ def send(kind: str, pipe: Connection, results: Connection) -> None:
             transfer = Transfer(
                 id="bench", grant="bench", request="request", tenant="tenant", context=None, source=source,
                 destination=destination, generations=[1] * len(source), nonce=NONCE,
-                tags=torch.ones((len(source), 3), dtype=torch.int64), first=0,
+                tags=np.ones((len(source), 3), dtype=np.int64), first=0,
                 tokens=len(source) * PAGE_TOKENS, pool="decode-0", address=address,
             )  # fmt: skip
             senders[name].start(transfer)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,7 +83,7 @@ def transfer(address: str) -> Transfer:
     return Transfer(
         id="x", grant="x", request="r", tenant="t", context=None, source=[3, 1], destination=[0, 6],
         generations=[1, 2], nonce=NONCE,
-        tags=torch.tensor([[1, 1, 1], [1, 1, 2]]), first=0, tokens=7, pool="decode-0", address=address,
+        tags=np.array([[1, 1, 1], [1, 1, 2]]), first=0, tokens=7, pool="decode-0", address=address,
     )  # fmt: skip
 
 
@@ -236,7 +237,7 @@ def test_a_long_transfer_goes_in_batches(
     sending = send(kind)
     long = transfer(receiver.register("p/1", "x", range(8), [1] * 8))
     long.generations = [1] * 8
-    long.source, long.destination, long.tags = [0, 1, 2, 3] * 2, list(range(8)), torch.tensor([[1, 1, 1]] * 8)
+    long.source, long.destination, long.tags = [0, 1, 2, 3] * 2, list(range(8)), np.array([[1, 1, 1]] * 8)
     assert sending.run(long).status is TransferStatus.OK
     assert posted == [3, 3, 2]
     assert pool.data[:, 0].tolist() == [1, 2, 3, 4] * 2

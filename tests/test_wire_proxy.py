@@ -47,7 +47,7 @@ def send(pipe: Connection) -> None:
         source.data[page] = content(page)
     while (address := pipe.recv()) is not None:
         link = connect("tcp", address, source, DIGESTER)
-        link.post(Batch("x1", range(PAGES), range(PAGES), TAGS))
+        link.post(Batch("x1", range(PAGES), range(PAGES), TAGS.numpy()))
         while (fate := link.poll(0.05)) is Fate.MOVING:
             pass
         pipe.send((fate.name, link.error))
@@ -99,7 +99,7 @@ def test_each_fault_of_a_wire(sender: Any, fault: str) -> None:
         tell(fault, fate, pool)
         after = segment("after", 1)
         link = connect("tcp", receiver.address, after, DIGESTER)
-        link.post(Batch("x1", [0], [0], TAGS[:1]))
+        link.post(Batch("x1", [0], [0], TAGS[:1].numpy()))
         while link.poll(0.05) is Fate.MOVING:
             pass
         assert "took 0 of 1" in link.error, "not even the transfer itself may write after that"

@@ -126,7 +126,7 @@ class MooncakeLink:
 
     def _write(self, batch: Batch) -> Iterator[None]:
         """Writes each run of pages and, when it is there, its tags; comes up for breath while Mooncake is at it."""
-        self._staged[: len(batch.tags)] = batch.tags.numpy()
+        self._staged[: len(batch.tags)] = batch.tags
         waiting = [*batch.runs()][::-1]
         if not self._warm:
             # Eight bytes of the first page, which it gets anyway.

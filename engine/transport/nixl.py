@@ -151,7 +151,7 @@ class NixlLink:
         destination = np.array(batch.destination, dtype=np.int32)
         yield from self._transfer(self._data, np.array(batch.source, dtype=np.int32), destination)
         count = len(destination)
-        self._staged[:count] = batch.tags.numpy()
+        self._staged[:count] = batch.tags
         yield from self._transfer(self._tags, _PLACES[:count], destination)
 
     def _transfer(self, sides: tuple[Any, ...], here: Any, there: Any) -> Iterator[None]:

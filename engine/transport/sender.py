@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from opentelemetry.context import Context
-from torch import Tensor
 
 from engine.digest import PageDigester
 from engine.faults import Fault
@@ -56,7 +57,7 @@ class Transfer:
     """Of the destination pages, for the digests."""
     nonce: bytes
     """The request's transfer's, for the digests."""
-    tags: Tensor
+    tags: NDArray[np.int64]
     """[pages, 3]: owner tags of the destination pages."""
     first: int
     """The first page's place in the request."""

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from engine.digest import PageDigester
@@ -259,7 +260,7 @@ class TcpReceiver:
             # a slow sender does not hold the lock.
             with self._lock:
                 if self._grants.get(transfer, {}).get(number) == tag[2]:
-                    self._segment.put(number, page_data, torch.tensor(tag, dtype=torch.int64))
+                    self._segment.put(number, page_data, np.array(tag, dtype=np.int64))
                     written[transfer] = written.get(transfer, 0) + 1
                 else:
                     self.refused_pages += 1
