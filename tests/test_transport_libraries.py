@@ -39,5 +39,5 @@ def test_a_library_that_is_missing_is_named_with_its_extra(kind: str, tmp_path: 
 
 def test_mooncake_has_to_say_when_bytes_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
-    with pytest.raises(MissingError, match="MC_TCP_PROTO=1 is set.*unset it"):
+    with pytest.raises(MissingError, match="MC_TCP_PROTO=1 is set"):
         load("mooncake")
