@@ -243,6 +243,7 @@ def send(kind: str, pipe: Connection, results: Connection) -> None:
         address, base, handle = pipe.recv()
         bare: Callable[[list[int], list[int]], None] = globals()[f"bare_{kind}"](segment, base, handle)
         woken = threading.Semaphore(0)
+        tags, generations = np.ones((count, 3), dtype=np.int64), [1] * count
 
         def sender(with_digests: bool) -> Sender:
             return Sender(
@@ -255,8 +256,8 @@ def send(kind: str, pipe: Connection, results: Connection) -> None:
         def ours(name: str, source: list[int], destination: list[int]) -> None:
             transfer = Transfer(
                 id="bench", grant="bench", request="request", tenant="tenant", context=None, source=source,
-                destination=destination, generations=[1] * len(source), nonce=NONCE,
-                tags=np.ones((len(source), 3), dtype=np.int64), first=0,
+                destination=destination, generations=generations[: len(source)], nonce=NONCE,
+                tags=tags[: len(source)], first=0,
                 tokens=len(source) * PAGE_TOKENS, pool="decode-0", address=address,
             )  # fmt: skip
             senders[name].start(transfer)

@@ -149,3 +149,21 @@ def test_a_transfer_that_takes_too_long_fails_its_request_and_keeps_its_pages() 
         rig.until_idle()
         assert {r.side for r in rig.seen(TransferEnd, "hang-r") if isinstance(r, TransferEnd)} == {*Side}
         assert judge(rig.stop()) == []
+
+
+def test_a_bug_in_the_middle_fails_its_request_and_keeps_its_pages() -> None:
+    with closing(Rig(process=PROCESS)) as rig:
+        rig.submit("bug-r", prompt("bug"), 4)
+        failure = rig.failure("bug-r")
+        assert (failure.status, failure.code) == (500, "transfer_failed")
+        assert "unexpected KeyError, see the log" in failure.reason
+        rig.abort("bug-r")  # as the router does
+        rig.until(lambda: len(rig.seen(RequestEnd, "bug-r")) == 2)
+        for number in range(8):  # as many as there are threads, and again
+            serve(rig, f"meanwhile-{number}")
+        stats = {worker: rig.measure(worker) for worker in ("prefill-0", "decode-0")}
+        assert {worker: s.gauges["pages_deferred"] for worker, s in stats.items()} == {"prefill-0": 8, "decode-0": 8}
+        assert stats["prefill-0"].gauges["transfers_unconfirmed"] == 1
+        assert stats["prefill-0"].counters["transfer_crashes"] == 1
+        assert rig.seen(TransferEnd, "bug-r") == []
+        assert judge(rig.stop()) == []
