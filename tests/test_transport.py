@@ -141,6 +141,8 @@ def test_sides_with_other_page_sizes_do_not_meet(kind: Kind, receiver: Receiver)
         (batch([0, -1], [0, 1], 1, 1), "source page -1"),
         (batch([0], [-1], 1), "destination page -1"),
         (batch([0], [1 << 63], 1), "destination page"),
+        (batch([], []), "a batch of no pages"),
+        (batch([0], [], 1), "1 source pages, 0 destination"),
         (batch([0], [0], 1, 2), "1 source pages, 1 destination pages and 2 tags"),
     ],
 )

@@ -82,14 +82,16 @@ class Batch:
         """That the batch fits pools of those sizes.
 
         Raises:
-            TransferError: A page is outside; nothing must be posted.
+            TransferError: A page is outside, or there is none; nothing must be posted.
         """
+        if not self.source:
+            raise TransferError(f"{self.transfer}: a batch of no pages")
         for side, pages, size in (
             ("source", self.source, source_pages),
             ("destination", self.destination, destination_pages),
         ):
             # min and max, since a loop here takes as long as the posting.
-            if pages and not 0 <= min(pages) <= max(pages) < size:
+            if not 0 <= min(pages, default=0) <= max(pages, default=0) < size:
                 outside = next(page for page in pages if not 0 <= page < size)
                 raise TransferError(f"{self.transfer}: {side} page {outside} of a pool of {size}")
         if not len(self.source) == len(self.destination) == len(self.tags):

@@ -64,6 +64,7 @@ class TcpLink:
             raise TransferError(f"transfer to {address!r:.100}: {error}") from error
         self._address = address
         self._segment = segment
+        self._bytes = segment.data.numpy()
         self._steps: Iterator[int] = iter(())
         self.error = ""
         try:
@@ -122,10 +123,12 @@ class TcpLink:
 
     def _move(self, batch: Batch, name: bytes) -> Iterator[int]:
         """Sends the pages and a flush, and reads the answer to it; gives what it waits for."""
+        flush = memoryview(_FRAME.pack(_FLUSH, len(name), len(batch.source), 0, 0, 0) + name)
+        left = len(batch.source)
         for source, page, tag in zip(batch.source, batch.destination, batch.tags.tolist(), strict=True):
-            data = self._segment.data[source].numpy().data
-            yield from self._send([memoryview(_FRAME.pack(_PAGE, len(name), page, *tag) + name), data])
-        yield from self._send([memoryview(_FRAME.pack(_FLUSH, len(name), len(batch.source), 0, 0, 0) + name)])
+            left -= 1
+            head = memoryview(_FRAME.pack(_PAGE, len(name), page, *tag) + name)
+            yield from self._send([head, self._bytes[source].data, *([] if left else [flush])])
         answer = b""
         while len(answer) < _COUNT.size:
             try:
