@@ -334,8 +334,8 @@ def bare_nixl(segment: Any, base: int, metadata: bytes) -> Callable[[list[int], 
     agent.register_memory([(segment.address, segment.size, 0, "")], mem_type="DRAM")
 
     def prepare(name: str, address: int) -> Any:
-        pages = [[address, PAGE_BYTES, 0, PAGE_BYTES, segment.pages]]
-        return agent.prep_xfer_dlist(name, np.array(pages, dtype=np.uint64), mem_type="DRAM")
+        pages = [(address + page * PAGE_BYTES, PAGE_BYTES, 0) for page in range(segment.pages)]
+        return agent.prep_xfer_dlist(name, pages, mem_type="DRAM")
 
     here, there = prepare("", segment.address), prepare(agent.add_remote_agent(metadata), base)
 

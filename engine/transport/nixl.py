@@ -140,7 +140,9 @@ class NixlLink:
 
     def _prepare(self, agent: str, address: int, size: int, count: int) -> Any:
         """Descriptors of so many pieces of that size behind each other; without an agent's name they are our own."""
-        pieces = np.array([[address, size, 0, size, count]], dtype=np.uint64)
+        pieces = np.zeros((count, 3), dtype=np.uint64)  # address, bytes, device
+        pieces[:, 0] = np.arange(count, dtype=np.uint64) * size + address
+        pieces[:, 1] = size
         return self._agent.prep_xfer_dlist(agent, pieces, mem_type="DRAM")
 
     def _write(self, batch: Batch) -> Iterator[None]:
