@@ -103,7 +103,7 @@ class PrefillStage:
 
     def counters(self) -> dict[str, float]:
         """See `engine.host.Stage`."""
-        return {}
+        return {"transfer_crashes": self._sender.crashes}
 
     def close(self) -> None:
         """See `engine.host.Stage`."""
@@ -244,11 +244,15 @@ class PrefillStage:
         return worked
 
     def _overdue(self, transfer: Transfer) -> None:
-        """It has taken too long: its request is failed now, and its pages stay until the transport says it is over."""
+        """Its request is failed now, and its pages stay until the transport says that it is over."""
         self._host.counters["transfers_overdue"] += 1
         request = self._requests.get(transfer.request)
         if request is not None:
-            reason = f"The KV pages had not arrived within {self._host.config.transfer_s} s."
+            reason = (
+                f"The KV pages could not be sent: {transfer.error}"
+                if transfer.error
+                else f"The KV pages had not arrived within {self._host.config.transfer_s} s."
+            )
             self._give_up(request, Outcome.FAILED, reason, 500, "transfer_failed")
 
     def _after_transfer(self, request: Prompt, transfer: Transfer) -> None:

@@ -149,7 +149,7 @@ class PromptPages:
                 destination=reserve.pages[first:stop],
                 generations=reserve.generations[first:stop],
                 nonce=reserve.nonce,
-                tags=self._pool.tags_of(sequence.tenant, prompt.name, reserve.generations[first:stop]),
+                tags=self._pool.tags_of(sequence.tenant, prompt.name, reserve.generations[first:stop]).numpy(),
                 first=first,
                 tokens=tokens - first * size,
                 pool=reserve.decode,

@@ -17,7 +17,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.pages import write_pages
@@ -59,6 +61,8 @@ class Segment:
         self.tags = memory[size:].view(torch.int64).view(pages, TAG_WORDS)
         self.address: int = self.data.data_ptr()
         self.size = memory.numel()
+        # numpy's copy is one memcpy, and lets other threads run meanwhile; torch's takes twice as long for bytes.
+        self._views = (self.data.numpy(), self.tags.numpy()) if memory.device.type == "cpu" else None
 
     @classmethod
     def create(cls, path: Path, pages: int, page_bytes: int) -> Self:
@@ -114,7 +118,7 @@ class Segment:
             os.close(descriptor)
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), pages, page_bytes)
 
-    def put(self, first: int, data: Tensor, tags: Tensor) -> None:
+    def put(self, first: int, data: Tensor, tags: NDArray[np.int64]) -> None:
         """Writes pages that follow one another and then their tags; while the bytes move they belong to nobody.
 
         Args:
@@ -122,15 +126,15 @@ class Segment:
             data: [pages, page_bytes] uint8, or one page's bytes.
             tags: [pages, 3] int64, or one page's tag.
         """
-        data, tags = data.view(-1, self.page_bytes), tags.view(-1, TAG_WORDS)
-        pages = range(first, first + len(data))
-        if self.data.device.type != "cpu":
-            write_pages(self.data, self.tags, pages, data, tags)
+        data, tags = data.view(-1, self.page_bytes), tags.reshape(-1, TAG_WORDS)
+        stop = first + len(data)
+        if self._views is None:
+            write_pages(self.data, self.tags, range(first, stop), data, torch.from_numpy(tags))
             return
-        self.tags[pages.start : pages.stop] = 0
-        # numpy's copy is one memcpy, and lets other threads run meanwhile; torch's takes twice as long for bytes.
-        self.data.numpy()[pages.start : pages.stop] = data.numpy()
-        self.tags[pages.start : pages.stop] = tags
+        pages, owners = self._views
+        owners[first:stop] = 0
+        pages[first:stop] = data.numpy()
+        owners[first:stop] = tags
 
     def unlink(self) -> None:
         """Removes the file; mappings stay readable until they go."""

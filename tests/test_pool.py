@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -86,7 +87,7 @@ def test_tags_are_cleared_when_a_page_changes_hands_and_bind_tenant_request_and_
     pages = pool.alloc("a", 1)
     assert pages == [0]
     tags = pool.tags_of("t", "a", [1])
-    pool.segment.put(0, torch.ones(PAGE_BYTES, dtype=torch.uint8), tags[0])
+    pool.segment.put(0, torch.ones(PAGE_BYTES, dtype=torch.uint8), tags[0].numpy())
     assert torch.equal(pool.tags[0], tags[0])
     pool.free("a", pages)
     assert not pool.tags[0].any()
@@ -223,7 +224,7 @@ def test_two_mappings_show_the_same_bytes(path: Path) -> None:
     ours = Segment.create(path, 4, 64)
     theirs = Segment.open(path, 64)
     assert theirs.pages == 4
-    theirs.put(2, torch.full((64,), 9, dtype=torch.uint8), torch.tensor([1, -2, 3]))
+    theirs.put(2, torch.full((64,), 9, dtype=torch.uint8), np.array([1, -2, 3]))
     assert ours.data[2].tolist() == [9] * 64
     assert ours.tags[2].tolist() == [1, -2, 3]
     assert path.stat().st_mode & 0o777 == 0o600

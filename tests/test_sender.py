@@ -3,7 +3,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from engine.segment import Segment
 from engine.transport import sender as sender_module
 from engine.transport.link import Batch, Fate, Kind, Link, Receiver, TransferError, listen
 from engine.transport.sender import Sender, Transfer
-from guard.records import TransferStatus
+from guard.records import TransferEnd, TransferStatus
 from hooks.emit import NULL
 
 PAGE_BYTES = 4096
@@ -81,7 +83,7 @@ def transfer(address: str) -> Transfer:
     return Transfer(
         id="x", grant="x", request="r", tenant="t", context=None, source=[3, 1], destination=[0, 6],
         generations=[1, 2], nonce=NONCE,
-        tags=torch.tensor([[1, 1, 1], [1, 1, 2]]), first=0, tokens=7, pool="decode-0", address=address,
+        tags=np.array([[1, 1, 1], [1, 1, 2]]), first=0, tokens=7, pool="decode-0", address=address,
     )  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def test_a_long_transfer_goes_in_batches(
     sending = send(kind)
     long = transfer(receiver.register("p/1", "x", range(8), [1] * 8))
     long.generations = [1] * 8
-    long.source, long.destination, long.tags = [0, 1, 2, 3] * 2, list(range(8)), torch.tensor([[1, 1, 1]] * 8)
+    long.source, long.destination, long.tags = [0, 1, 2, 3] * 2, list(range(8)), np.array([[1, 1, 1]] * 8)
     assert sending.run(long).status is TransferStatus.OK
     assert posted == [3, 3, 2]
     assert pool.data[:, 0].tolist() == [1, 2, 3, 4] * 2
@@ -250,3 +252,115 @@ def test_a_connection_that_cannot_be_made_fails_the_transfer(
     monkeypatch.setattr(sender_module, "connect", refuse)
     done = send("tcp").run(transfer("tcp:x"))
     assert (done.status, done.error) == (TransferStatus.FAILED, "nobody is there")
+
+
+# Bugs of ours
+
+
+class BuggyLink:
+    """Raises what no link should, in one of its verbs, and else says that all is well."""
+
+    error = ""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self.closed = False
+
+    def post(self, batch: Batch) -> None:
+        self._reach("post")
+
+    def poll(self, wait_s: float) -> Fate:
+        self._reach("poll")
+        return Fate.DONE
+
+    def abort(self) -> None:
+        raise AssertionError("nobody asked for it")
+
+    def close(self) -> None:
+        self.closed = True
+        self._reach("close")
+
+    def _reach(self, verb: str) -> None:
+        if verb == self._verb:
+            raise KeyError("a bug")
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(record.exc_info is not None for record in caplog.records)
+
+
+def test_a_bug_before_anything_is_posted_fails_the_transfer_and_the_thread_goes_on(
+    kind: Kind, receiver: Receiver, send: Callable[..., Sending], caplog: pytest.LogCaptureFixture
+) -> None:
+    sending = send(kind, threads=1)
+    address = receiver.register("p/1", "x", [0, 6], [1, 2])
+    broken = transfer(address)
+    broken.generations = [1]  # two pages: no digests can be made
+    done = sending.run(broken)
+    assert (done.status, done.begun, done.overdue) == (TransferStatus.FAILED, False, False)
+    assert done.error == "unexpected ValueError, see the log"
+    assert sending.run(transfer(address)).status is TransferStatus.OK
+    assert (sending.sender.crashes, tracebacks(caplog)) == (1, 1)
+    assert not sending.sender.late
+
+
+def test_a_bug_between_batches_closes_the_link(
+    kind: Kind, receiver: Receiver, send: Callable[..., Sending], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = BuggyLink("none")
+    monkeypatch.setattr(sender_module, "connect", lambda *_: link)
+    sending = send(kind, threads=1)
+    broken = transfer("tcp:nowhere")
+    broken.tags = None  # type: ignore[assignment]
+    done = sending.run(broken)
+    assert (done.status, done.begun, link.closed) == (TransferStatus.FAILED, True, True)
+
+
+@pytest.mark.parametrize("verb", ["post", "poll"])
+def test_a_bug_when_something_may_be_under_way_leaves_the_transfer_unconfirmed(
+    send: Callable[..., Sending], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, verb: str
+) -> None:
+    links = [BuggyLink(verb), BuggyLink("none")]
+    left = list(links)
+    monkeypatch.setattr(sender_module, "connect", lambda *_: left.pop(0))
+    sending = send("tcp", threads=1)
+    sending.sender.start(transfer("tcp:nowhere"))
+    assert sending.woken.acquire(timeout=20)
+    [stuck] = sending.sender.late
+    assert (stuck.overdue, stuck.error) == (True, "unexpected KeyError, see the log")
+    # The thread goes on, over another link; the first one keeps the memory that it may be reading.
+    assert sending.run(transfer("tcp:nowhere")).status is TransferStatus.OK
+    assert not sending.sender.ended, "nobody knows that it is over"
+    assert len(sending.sender.late) == 1
+    assert (sending.sender.crashes, tracebacks(caplog)) == (1, 1)
+    assert not links[0].closed
+
+
+def test_a_record_that_cannot_be_written_does_not_keep_a_transfer_from_being_over(
+    kind: Kind, receiver: Receiver, send: Callable[..., Sending], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    sending = send(kind, threads=1)
+
+    def emit(record: object, context: object) -> int:
+        if isinstance(record, TransferEnd):
+            raise OSError("no space")
+        return 0
+
+    monkeypatch.setattr(sending.sender, "_emitter", SimpleNamespace(emit=emit))
+    done = sending.run(transfer(receiver.register("p/1", "x", [0, 6], [1, 2])))
+    assert done.status is TransferStatus.OK
+    assert (sending.sender.crashes, tracebacks(caplog)) == (1, 1)
+
+
+def test_a_link_whose_close_fails_does_not_end_the_thread(
+    send: Callable[..., Sending], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    links = [BuggyLink("close"), BuggyLink("none")]
+    left = list(links)
+    monkeypatch.setattr(sender_module, "connect", lambda *_: left.pop(0))
+    sending = send("tcp", threads=1)
+    assert sending.run(transfer("tcp:nowhere")).status is TransferStatus.OK
+    sending.sender.forget("tcp:nowhere")
+    assert sending.run(transfer("tcp:nowhere")).status is TransferStatus.OK
+    assert (links[0].closed, sending.sender.crashes, tracebacks(caplog)) == (True, 1, 1)

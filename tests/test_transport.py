@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -71,7 +72,7 @@ def tags(*generations: int) -> Tensor:
 
 
 def batch(sources: Sequence[int], destination: Sequence[int], *generations: int, transfer: str = "x") -> Batch:
-    return Batch(transfer, sources, destination, tags(*generations))
+    return Batch(transfer, sources, destination, tags(*generations).numpy())
 
 
 def fate(link: Link, posted: Batch | None = None) -> Fate:
@@ -101,7 +102,7 @@ def test_pages_arrive_with_their_tags(kind: Kind, receiver: Receiver, pool: Segm
 @given(pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
 def test_runs_are_the_batch_in_pieces(pairs: list[tuple[int, int]]) -> None:
     from_, to = zip(*pairs, strict=True)
-    runs = list(Batch("x", from_, to, torch.zeros((len(pairs), 3))).runs())
+    runs = list(Batch("x", from_, to, np.zeros((len(pairs), 3), dtype=np.int64)).runs())
     assert [(run.source + n, run.destination + n) for run in runs for n in range(run.count)] == pairs
     assert [place for run in runs for place in range(run.start, run.start + run.count)] == list(range(len(pairs)))
     joins = [b.source == a.source + a.count and b.destination == a.destination + a.count for a, b in pairwise(runs)]
@@ -140,6 +141,8 @@ def test_sides_with_other_page_sizes_do_not_meet(kind: Kind, receiver: Receiver)
         (batch([0, -1], [0, 1], 1, 1), "source page -1"),
         (batch([0], [-1], 1), "destination page -1"),
         (batch([0], [1 << 63], 1), "destination page"),
+        (batch([], []), "a batch of no pages"),
+        (batch([0], [], 1), "1 source pages, 0 destination"),
         (batch([0], [0], 1, 2), "1 source pages, 1 destination pages and 2 tags"),
     ],
 )

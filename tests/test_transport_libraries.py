@@ -10,7 +10,7 @@ import pytest
 from test_house import without
 from transports import need
 
-from engine.transport.link import EXTRAS, Kind
+from engine.transport.link import EXTRAS, Kind, MissingError, load
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,3 +35,9 @@ def test_a_library_that_is_missing_is_named_with_its_extra(kind: str, tmp_path: 
     assert f"transport {kind}: its library cannot be loaded" in done.stderr
     assert f"pip install 'kvguard[{kind}]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_mooncake_has_to_say_when_bytes_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(MissingError, match="MC_TCP_PROTO=1 is set"):
+        load("mooncake")

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_worker import random_model
@@ -441,7 +442,7 @@ def test_decode_seals_digests_as_it_asked_prefill_to(fake: FakePrefill, changed:
     if "stale" in changed:
         arrived[changed["stale"]] = 0  # what stood there before
     for page, data in zip(reserve.pages, arrived, strict=True):
-        segment.put(page, data, torch.tensor([1, 2, 3]))
+        segment.put(page, data, np.array([1, 2, 3]))
     how = {"generations": reserve.generations, "nonce": reserve.nonce, **changed}
     how.pop("stale", None)
     fake.hand_off(reserve, digests=fake.digester.pages(sent, "a", "r", [0, 1, 2], **how))
@@ -489,7 +490,7 @@ def test_a_page_that_changes_hands_in_the_middle_of_an_answer_is_refused(start: 
     alloc = next(r for r in rig.seen(Alloc, "victim") if r.stream == "decode-0")
     assert isinstance(alloc, Alloc)
     # A late writer of somebody else's pages.
-    segment.put(next(iter(alloc.pages)), torch.zeros(decode.page_bytes, dtype=torch.uint8), torch.tensor([1, 2, 3]))
+    segment.put(next(iter(alloc.pages)), torch.zeros(decode.page_bytes, dtype=torch.uint8), np.array([1, 2, 3]))
     assert rig.failure("victim").code == "kv_page_mismatch"
     assert rig.answer("other") == generate(MODEL, other, 40)
     rig.until_seen(Refuse, "victim")
@@ -529,7 +530,7 @@ def test_a_revoked_transfer_writes_nothing_over_tcp(start: Callable[..., Rig]) -
         source = Segment.create(Path(f"/dev/shm/{rig.directory.name}"), 1, rig.hellos["decode-0"].page_bytes)
         source.unlink()
         link = connect("tcp", reserve.address, source, fake.digester)
-        link.post(Batch(reserve.transfer, [0], reserve.pages[:1], torch.tensor([[1, 1, 1]])))
+        link.post(Batch(reserve.transfer, [0], reserve.pages[:1], np.array([[1, 1, 1]])))
         rig.until(lambda: link.poll(0.01) is not Fate.MOVING)
         assert link.poll(0.0) is Fate.FAILED
         assert "took 0 of 1" in link.error

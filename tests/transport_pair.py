@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from engine.digest import PageDigester
@@ -33,7 +34,7 @@ def segment(name: str, page_bytes: int = PAGE_BYTES) -> Segment:
 
 
 def batch(source: list[int], destination: list[int], transfer: str = "x") -> Batch:
-    return Batch(transfer, source, destination, torch.tensor([[1, 2, page] for page in destination]))
+    return Batch(transfer, source, destination, np.array([[1, 2, page] for page in destination]))
 
 
 def fate(link: Link, posted: Batch) -> Fate:

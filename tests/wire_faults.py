@@ -10,6 +10,7 @@ reorder   the pages arrive one by one, the last one first
 hang      nothing arrives, and nothing is said, until the file `let-go` is in the run directory
 cut       the connection ends when half of the pages have arrived
 kill      the sender's process ends when half of the pages have arrived
+bug       polling raises what no link should when half of the pages have arrived
 ========= ===================================================================================
 """
 
@@ -130,6 +131,10 @@ class FaultyLink:
     def _kill(self, batch: Batch) -> Iterator[Fate]:
         yield from self._half(batch)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _bug(self, batch: Batch) -> Iterator[Fate]:
+        yield from self._half(batch)
+        raise KeyError("a bug")
 
     def _half(self, batch: Batch) -> Iterator[Fate]:
         for fate in self._move(some(batch, range(len(batch.source) // 2))):

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from opentelemetry.context import Context
-from torch import Tensor
 
 from engine.digest import PageDigester
 from engine.faults import Fault
@@ -56,7 +57,7 @@ class Transfer:
     """Of the destination pages, for the digests."""
     nonce: bytes
     """The request's transfer's, for the digests."""
-    tags: Tensor
+    tags: NDArray[np.int64]
     """[pages, 3]: owner tags of the destination pages."""
     first: int
     """The first page's place in the request."""
@@ -69,7 +70,11 @@ class Transfer:
     digests: list[str] | None = None
     error: str = ""
     overdue: bool = False
-    """It has taken longer than it may. Its pages stay until the transport says that it is over."""
+    """It has taken longer than it may, or this engine has lost its way. Its pages stay until the transport says that it
+    is over, in the latter case for good."""
+    _posted: bool = False
+    """Something of it may be under way."""
+    _over: bool = False
     _cancelled: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,6 +103,7 @@ class Sender:
         began: Transfers whose begin was recorded, for whoever needs to know at once (fault lease-expiry).
         late: Transfers that are overdue and were not over when that was noticed, in that order; take from the left.
         ended: Transfers that are over, in that order; take from the left.
+        crashes: Exceptions that only a bug can have raised; each is logged.
     """
 
     def __init__(
@@ -117,6 +123,8 @@ class Sender:
         self.began: deque[Transfer] = deque()
         self.late: deque[Transfer] = deque()
         self.ended: deque[Transfer] = deque()
+        self.crashes = 0
+        self._lock = threading.Lock()
         self._segment = segment
         self._page_tokens = page_tokens
         self._digester = digester
@@ -161,10 +169,35 @@ class Sender:
             if isinstance(job, Transfer):
                 self._run(job)
             else:
-                job.close()
+                try:
+                    job.close()
+                except Exception:
+                    self._crashed("a link that was closed")
             del job
 
     def _run(self, transfer: Transfer) -> None:
+        try:
+            self._carry_out(transfer)
+        except Exception as error:
+            # This thread is needed for the next one.
+            self._crashed(transfer.id)
+            transfer.error = f"unexpected {type(error).__name__}, see the log"
+            transfer.status = TransferStatus.FAILED
+        if not transfer._posted:
+            self._end(transfer)
+        elif not transfer.overdue:
+            # Nobody is left who could ask the transport whether it is over.
+            transfer.overdue = True
+            self.late.append(transfer)
+            self._wake()
+
+    def _crashed(self, what: str) -> None:
+        """To be called where an exception is handled that only a bug can have raised."""
+        log.exception("%s: unexpected error", what)
+        with self._lock:
+            self.crashes += 1
+
+    def _carry_out(self, transfer: Transfer) -> None:
         if self._begin(transfer):
             if Fault.ARRIVE_BEFORE_VISIBLE in self._faults:
                 # The completion is reported before a byte has moved.
@@ -185,7 +218,6 @@ class Sender:
                 time.sleep(FAULT_PAUSE_S)
                 self._slow.release()
             transfer.status = self._move(transfer)
-        self._end(transfer)
 
     def _begin(self, transfer: Transfer) -> bool:
         """Records the begin unless the transfer was cancelled; after `Transfer.cancel` none is recorded."""
@@ -217,32 +249,43 @@ class Sender:
         return True
 
     def _move(self, transfer: Transfer) -> TransferStatus:
-        """Moves the pages. Whatever it returns, the transport has said that the source is read no more."""
+        """Moves the pages. Whatever it returns, the transport has said that the source is read no more.
+
+        When it raises, `Transfer._posted` tells whether that may not be so.
+        """
         try:
             link = self._links.take(transfer.address)
         except TransferError as error:
             transfer.error = str(error)
             return TransferStatus.FAILED
-        status = TransferStatus.OK
+        status = TransferStatus.FAILED
+        try:
+            status = self._post_all(transfer, link)
+        finally:
+            # What may be under way keeps its link, and that the memory that it is written from.
+            if not transfer._posted:
+                self._links.give_back(transfer.address, link, sound=status is not TransferStatus.FAILED)
+        return status
+
+    def _post_all(self, transfer: Transfer, link: Link) -> TransferStatus:
         deadline = time.monotonic() + self._patience_s
         for batch in self._batches(transfer):
             if transfer._cancelled and Fault.EARLY_FREE not in self._faults:
-                status = TransferStatus.ABORTED
-                break
+                return TransferStatus.ABORTED
+            transfer._posted = True
             try:
                 link.post(batch)
             except TransferError as error:
+                transfer._posted = False
                 transfer.error = str(error)
-                status = TransferStatus.FAILED
-                break
+                return TransferStatus.FAILED
             # Also when it is cancelled: what is under way has to come to its end before "over" is said.
             fate = self._see_through(transfer, link, deadline)
+            transfer._posted = False
             if fate is Fate.FAILED:
                 transfer.error = "took too long" if transfer.overdue else link.error
-                status = TransferStatus.FAILED
-                break
-        self._links.give_back(transfer.address, link, sound=status is not TransferStatus.FAILED)
-        return status
+                return TransferStatus.FAILED
+        return TransferStatus.OK
 
     def _see_through(self, transfer: Transfer, link: Link, deadline: float) -> Fate:
         """Waits until the transport says what has become of a batch."""
@@ -266,19 +309,25 @@ class Sender:
             yield Batch(transfer.grant, transfer.source[part], transfer.destination[part], transfer.tags[part])
 
     def _end(self, transfer: Transfer) -> None:
+        if transfer._over:
+            return
+        transfer._over = True
         if transfer.begun:
-            self._emitter.emit(
-                TransferEnd(
-                    request=transfer.request,
-                    tenant=transfer.tenant,
-                    transfer=transfer.id,
-                    side=Side.SEND,
-                    pages=PageSet.of(transfer.source),
-                    tokens=transfer.tokens,
-                    status=transfer.status,
-                ),
-                transfer.context,
-            )
+            try:
+                self._emitter.emit(
+                    TransferEnd(
+                        request=transfer.request,
+                        tenant=transfer.tenant,
+                        transfer=transfer.id,
+                        side=Side.SEND,
+                        pages=PageSet.of(transfer.source),
+                        tokens=transfer.tokens,
+                        status=transfer.status,
+                    ),
+                    transfer.context,
+                )
+            except Exception:
+                self._crashed(transfer.id)
         self.ended.append(transfer)
         self._wake()
 

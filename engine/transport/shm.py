@@ -9,7 +9,7 @@ from engine.segment import Segment, SegmentError
 from engine.transport.link import Batch, Fate, TransferError
 
 _COPY_BYTES = 8 << 20
-"""What one `poll` copies at least, so that it soon comes back to be asked for something else."""
+"""What one `poll` copies at most, or little more, so that it soon comes back to be asked for something else."""
 
 
 class ShmLink:
@@ -46,6 +46,7 @@ class ShmLink:
 
     def _copy(self, batch: Batch) -> Iterator[None]:
         at_once = max(1, _COPY_BYTES // self._segment.page_bytes)
+        copied = 0
         for run in batch.runs():
             for skip in range(0, run.count, at_once):
                 count = min(at_once, run.count - skip)
@@ -55,7 +56,10 @@ class ShmLink:
                     self._segment.data[source : source + count],
                     batch.tags[place : place + count],
                 )
-                yield
+                copied += count
+                if copied >= at_once:
+                    copied = 0
+                    yield
 
 
 class ShmReceiver:

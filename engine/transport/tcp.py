@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from engine.digest import PageDigester
@@ -63,6 +64,7 @@ class TcpLink:
             raise TransferError(f"transfer to {address!r:.100}: {error}") from error
         self._address = address
         self._segment = segment
+        self._bytes = segment.data.numpy()
         self._steps: Iterator[int] = iter(())
         self.error = ""
         try:
@@ -121,10 +123,12 @@ class TcpLink:
 
     def _move(self, batch: Batch, name: bytes) -> Iterator[int]:
         """Sends the pages and a flush, and reads the answer to it; gives what it waits for."""
+        flush = memoryview(_FRAME.pack(_FLUSH, len(name), len(batch.source), 0, 0, 0) + name)
+        left = len(batch.source)
         for source, page, tag in zip(batch.source, batch.destination, batch.tags.tolist(), strict=True):
-            data = self._segment.data[source].numpy().data
-            yield from self._send([memoryview(_FRAME.pack(_PAGE, len(name), page, *tag) + name), data])
-        yield from self._send([memoryview(_FRAME.pack(_FLUSH, len(name), len(batch.source), 0, 0, 0) + name)])
+            left -= 1
+            head = memoryview(_FRAME.pack(_PAGE, len(name), page, *tag) + name)
+            yield from self._send([head, self._bytes[source].data, *([] if left else [flush])])
         answer = b""
         while len(answer) < _COUNT.size:
             try:
@@ -259,7 +263,7 @@ class TcpReceiver:
             # a slow sender does not hold the lock.
             with self._lock:
                 if self._grants.get(transfer, {}).get(number) == tag[2]:
-                    self._segment.put(number, page_data, torch.tensor(tag, dtype=torch.int64))
+                    self._segment.put(number, page_data, np.array(tag, dtype=np.int64))
                     written[transfer] = written.get(transfer, 0) + 1
                 else:
                     self.refused_pages += 1
