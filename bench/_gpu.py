@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from engine.kernels import (
     write_pages,
     write_tokens,
 )
+from engine.kernels.digest import HashTensors, page_hashes, tobytes
+from guard.native._core import HashKey
 
 Work = Callable[[], object]
 _FLUSH_BYTES = 512 << 20
@@ -93,6 +96,8 @@ def checks(device: torch.device, *, small: bool) -> Iterator[tuple[str, bool, st
                 yield _check_attention(device, dtype, heads, kv_heads, head_dim, page_tokens, lengths, new)
     yield _check_ownership(device, 4 if small else 64, 5 if small else 900)
     yield from _check_writes(device, 3 if small else 40, 100 if small else 1 << 19)
+    for page_bytes in (100, 4200) if small else (1 << 21, 4100, 99_999):
+        yield _check_digest(device, 3 if small else 40, page_bytes)
 
 
 def _check_attention(
@@ -159,6 +164,20 @@ def _check_writes(device: torch.device, pages: int, page_bytes: int) -> Iterator
         write_tokens(pool[:, 1, 0], pool[:, 1, 1], borne, k, v, writes, backend=backend)  # type: ignore[arg-type]
         made.append((pool, borne))
     yield "tokens + tag", all(map(torch.equal, *made)), "21 tokens"
+
+
+def _check_digest(device: torch.device, pages: int, page_bytes: int) -> tuple[str, bool, str]:
+    """With the native core too, which is what the engines on CPUs have."""
+    from engine.kernels import digest_triton
+
+    material = os.urandom(12 * 512 + 32)
+    key = HashTensors.of(material, device)
+    data = torch.randint(0, 256, (pages, page_bytes), dtype=torch.uint8, device=device)
+    order = torch.randperm(pages).tolist()
+    found = [hashes([data], order, key) for hashes in (page_hashes, digest_triton.page_hashes)]
+    native = HashKey(material).pages([data.cpu().numpy().data], order, 1)
+    same = torch.equal(*found) and tobytes(found[0]) == native
+    return "digest", same, f"{pages} pages of {page_bytes} bytes, and the native core's"
 
 
 # The stopwatch

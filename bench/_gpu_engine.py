@@ -64,9 +64,11 @@ class Stand:
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(2 * (rounds + 2)):
             started = time.perf_counter()
-            chosen, refused = runners[number % 2].step([Chunk(sequence, 1) for sequence in sequences])
+            step = runners[number % 2].begin([Chunk(sequence, 1) for sequence in sequences])
+            chosen, late = step.compute()
             spent = time.perf_counter() - started
-            assert not refused
+            assert not step.refused
+            assert not late
             for sequence, token in chosen.items():
                 sequence.output.append(token)
             if number >= 4:  # the first compile

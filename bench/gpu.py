@@ -27,8 +27,9 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench import QUICK, _plots  # noqa: E402
-from bench._gpu import Problem, Stopwatch, Work, checks  # noqa: E402
+from bench._gpu import Problem, Stopwatch, checks  # noqa: E402
 from engine.kernels import check_pages  # noqa: E402
+from engine.kernels.digest import HashTensors  # noqa: E402
 
 BUDGET_S = 300
 """After so long the attention shapes that are left are left out; the table says which."""
@@ -122,7 +123,7 @@ def measure_copy(device: torch.device, watch: Stopwatch, report: Report, size: i
 
 def pages(device: torch.device, watch: Stopwatch, report: Report, copy: float, size: int) -> None:
     """Write + tag, scrub, digest."""
-    from engine.kernels import pages_triton
+    from engine.kernels import digest_triton, pages_triton
 
     count = size // PAGE_BYTES
     pool = torch.randint(0, 256, (count, PAGE_BYTES), dtype=torch.uint8, device=device)
@@ -136,13 +137,10 @@ def pages(device: torch.device, watch: Stopwatch, report: Report, copy: float, s
     _row(report, "write + tag", f"{written}, read and written", spent, 2 * moved, 2 * copy)
     spent = watch.median(watch.captured(lambda: pages_triton.scrub(pool, tags, some)), ROUNDS)
     _row(report, "scrub", f"{written}, written", spent, moved, 2 * copy)
-    digest = digest_work(pool)
-    if digest is None:
-        report.row("digest", "engine.kernels.digest is not there", "", "", "")
-    else:
-        spent = watch.median(digest, ROUNDS)
-        what = f"{count} pages of {PAGE_BYTES} bytes, read; bar {DIGEST_BAR:.0%}"
-        _row(report, "digest", what, spent, pool.numel(), copy)
+    key, every = HashTensors.of(os.urandom(12 * 512 + 32), device), range(count)
+    spent = watch.median(lambda: digest_triton.page_hashes([pool], every, key), ROUNDS)
+    what = f"{count} pages of {PAGE_BYTES} bytes, read; bar {DIGEST_BAR:.0%}"
+    _row(report, "digest", what, spent, pool.numel(), copy)
 
 
 def prepass(device: torch.device, watch: Stopwatch, report: Report, copy: float) -> None:
@@ -164,18 +162,6 @@ def prepass(device: torch.device, watch: Stopwatch, report: Report, copy: float)
 
 def _row(report: Report, name: str, what: str, spent: float, moved: float, of: float) -> None:
     report.row(name, what, f"{spent * 1e3:.3f}", f"{moved / spent / 1e9:.0f}", f"{moved / spent / of:.0%}")
-
-
-def digest_work(pool: Tensor) -> Work | None:
-    """The seam to the page digest: hashing all pages of a pool [pages, bytes]; None where there is none."""
-    try:
-        from engine.kernels.digest import HashTensors
-        from engine.kernels.digest_triton import page_hashes
-    except ImportError:
-        return None
-    key = HashTensors.of(os.urandom(12 * 512 + 32), pool.device)
-    every = torch.arange(len(pool), device=pool.device)
-    return lambda: page_hashes([pool], every, key)
 
 
 def attention(

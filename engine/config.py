@@ -76,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pages that one piece of a transfer carries; 0: the whole request in one piece."""
     lease_s: float = 30.0
     """How long prefill keeps pages for a decode that does not say where they go."""
+    stop_s: float = 4.0
+    """How long the engine's processes may take to stop, all together, before they are killed."""
     max_waiting: int = 256
     """Requests that may wait; more get 429."""
     prefix_cache: bool = True

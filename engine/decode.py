@@ -18,6 +18,7 @@ from engine.landing import Landing
 from engine.messages import Abort, AnyMessage, Generate, Handoff, Tokens, TransferStopped, WorkerDown
 from engine.runner import Runner
 from engine.scheduler import Chunk, plan
+from engine.sequence import Sequence
 from engine.transport.link import Receiver
 from guard.act.board import Verdict
 from guard.records import Admit, Alloc, Outcome, Read, Respond, TransferStatus, Write
@@ -41,12 +42,8 @@ class DecodeStage:
         self._landing = Landing(host, receiver)
         self._gate = Gate(host.config.guard, host.name, host.epoch)
         self._refusals: list[Refuse] = []
-        self._runner = Runner(
-            host.model,
-            host.pool,
-            check_tags=not UNTAGGED.intersection(self._faults),
-            between_layers=self._let_out,
-        )
+        tagged = not UNTAGGED.intersection(self._faults)
+        self._runner = Runner(host.model, host.pool, check_tags=tagged, between_layers=self._let_out)
         self._limit = min(host.pool.pages * host.pool.page_tokens, host.model.config.context)
         self._requests: dict[str, Answer] = {}
         self._waiting: OrderedDict[str, Answer] = OrderedDict()
@@ -259,18 +256,22 @@ class DecodeStage:
         self._waiting.move_to_end(request.name, last=False)
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        bars = {chunk.sequence: self._announce(chunk) for chunk in chunks}
-        chosen, refused = self._runner.step(chunks)
-        for sequence in bars:
-            request = self._requests[sequence.request]
-            if sequence in refused:
-                self._host.refused(sequence, refused[sequence])
-                self._end(request, Outcome.FAILED)
-                self._host.fail(request.name, 500, "kv_page_mismatch", "A KV page was not the request's.")
-            elif sequence in chosen:
-                bar = bars[sequence]
-                if self._append(request, chosen[sequence], bar):
-                    self._gate.put(request.name, [chosen[sequence]], bar=bar)
+        # What is refused in time is announced to nobody: it is not read.
+        step = self._runner.begin(chunks)
+        self._mismatched(step.refused)
+        bars = {chunk.sequence: self._announce(chunk) for chunk in step.chunks}
+        chosen, late = step.compute()
+        self._mismatched(late)
+        for sequence, token in chosen.items():
+            if self._append(self._requests[sequence.request], token, bars[sequence]):
+                self._gate.put(sequence.request, [token], bar=bars[sequence])
+
+    def _mismatched(self, refused: dict[Sequence, list[int]]) -> None:
+        """Ends the requests whose pages the runner refused."""
+        for sequence, pages in refused.items():
+            self._host.refused(sequence, pages)
+            self._end(self._requests[sequence.request], Outcome.FAILED)
+            self._host.fail(sequence.request, 500, "kv_page_mismatch", "A KV page was not the request's.")
 
     def _announce(self, chunk: Chunk) -> int:
         """Records what the chunk is about to write and read.

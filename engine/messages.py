@@ -105,7 +105,7 @@ class Handoff(Message, frozen=True, kw_only=True):
     """``failed``: the sender's transport does not know what may be on its way yet; see `engine.landing`."""
     pages: list[int]
     """Destination pages that were written, in order; unless `status` is ok: those that may have been."""
-    tokens: int
+    tokens: int = 0
     """Prompt tokens whose KV was sent."""
     digests: list[str] | None = None
     first_token: int | None = None

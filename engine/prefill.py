@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from typing import Any
 
 from engine.faults import Fault
 from engine.fleet import ROUTER
@@ -17,6 +18,7 @@ from engine.messages import Abort, AnyMessage, Handoff, Prefill, Reserve, StopTr
 from engine.prompt import Prompt, PromptPages
 from engine.runner import Runner
 from engine.scheduler import Chunk, plan
+from engine.sequence import Sequence
 from engine.transport.sender import Sender, Transfer
 from guard.records import Admit, Outcome, Read, TransferStatus, Write
 from hooks.digest import NONCE_BYTES
@@ -190,28 +192,38 @@ class PrefillStage:
             self._running[name] = request
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            pages, size = chunk.sequence.pages, self._pool.page_tokens
-            if chunk.start:
-                earlier = pages[: self._pool.pages_for(chunk.start)]
-                self._host.emit(Read, chunk.sequence, earlier, tokens=chunk.start)
-            written = pages[chunk.start // size : self._pool.pages_for(chunk.stop)]
-            self._host.emit(Write, chunk.sequence, written, tokens=chunk.stop)
-        counts = {chunk.sequence: chunk.count for chunk in chunks}
-        chosen, refused = self._runner.step(chunks)
-        for sequence, count in counts.items():
-            request = self._requests[sequence.request]
-            self._host.counters["tokens"] += count
-            if sequence in refused:
-                self._host.refused(sequence, refused[sequence])
-                reason = "A KV page was not the request's."
-                self._give_up(request, Outcome.FAILED, reason, 500, "kv_page_mismatch")
+        # What is refused in time is announced to nobody: it is not read.
+        step = self._runner.begin(chunks)
+        self._mismatched(step.refused)
+        for chunk in step.chunks:
+            self._announce(chunk)
+        chosen, late = step.compute()
+        self._mismatched(late)
+        for chunk in step.chunks:
+            self._host.counters["tokens"] += chunk.count
+            if chunk.sequence in late:
                 continue
-            if sequence in chosen:
-                request.first_token = chosen[sequence]
+            request = self._requests[chunk.sequence.request]
+            if chunk.sequence in chosen:
+                request.first_token = chosen[chunk.sequence]
                 request.computed_at = time.monotonic()
-                del self._running[sequence.request]
+                del self._running[request.name]
             self._send(request)
+
+    def _announce(self, chunk: Chunk) -> None:
+        """Records what the chunk is about to read and write."""
+        pages, size = chunk.sequence.pages, self._pool.page_tokens
+        if chunk.start:
+            self._host.emit(Read, chunk.sequence, pages[: self._pool.pages_for(chunk.start)], tokens=chunk.start)
+        written = pages[chunk.start // size : self._pool.pages_for(chunk.stop)]
+        self._host.emit(Write, chunk.sequence, written, tokens=chunk.stop)
+
+    def _mismatched(self, refused: dict[Sequence, list[int]]) -> None:
+        """Gives up the requests whose pages the runner refused."""
+        for sequence, pages in refused.items():
+            self._host.refused(sequence, pages)
+            request, reason = self._requests[sequence.request], "A KV page was not the request's."
+            self._give_up(request, Outcome.FAILED, reason, 500, "kv_page_mismatch")
 
     # Sending
 
@@ -359,18 +371,8 @@ class PrefillStage:
 
     # Telling decode
 
-    def _tell_decode(
-        self,
-        request: Prompt,
-        status: TransferStatus,
-        pages: list[int],
-        *,
-        tokens: int = 0,
-        digests: list[str] | None = None,
-        first_token: int | None = None,
-        code: str = "",
-        reason: str = "",
-    ) -> None:
+    def _tell_decode(self, request: Prompt, status: TransferStatus, pages: list[int], **more: Any) -> None:
+        """Hands off; `more` are further fields of the message."""
         message = request.message
         if self._host.is_dead(message.decode, message.decode_epoch):
             return
@@ -382,11 +384,7 @@ class PrefillStage:
                 transfer=request.reserve.transfer if request.reserve else "",
                 status=status,
                 pages=pages,
-                tokens=tokens,
-                digests=digests,
-                first_token=first_token,
-                code=code,
-                reason=reason,
+                **more,
             ),
         )
 

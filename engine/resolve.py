@@ -126,8 +126,13 @@ def _check_numbers(config: EngineConfig) -> None:
         whole(f"{name}.max_batch", pool.max_batch, 1, 4096)
         whole(f"{name}.chunk_tokens", pool.chunk_tokens, 1, 1 << 20)
     whole("guard.queue", config.guard.queue, 1, 1 << 24)
-    times = (("lease_s", config.lease_s), ("transfer_s", config.transfer_s), ("guard.wait_ms", config.guard.wait_ms))
-    for field, value in times:
+    times = {
+        "lease_s": config.lease_s,
+        "transfer_s": config.transfer_s,
+        "stop_s": config.stop_s,
+        "guard.wait_ms": config.guard.wait_ms,
+    }
+    for field, value in times.items():
         if not 0 < value < float("inf"):
             raise ConfigError(f"{field}: {value} is not a time above 0")
 

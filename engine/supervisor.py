@@ -27,9 +27,8 @@ from engine.messages import Hello, WorkerDown
 from engine.resolve import run_dir, warnings, with_secrets
 from guard.records import Role
 
-STOP_S = 4.0
-"""How long processes may take to stop before they are killed; all is over within 5 s."""
-ROUTER_STOP_S = 2.5
+ROUTERS_SHARE = 0.6
+"""Of `stop_s`: the workers are told to stop after this at the latest."""
 GIVE_UP = 3
 """Deaths of one process before the engine was ever ready; then it will not become so by trying."""
 BACKLOG = 2048
@@ -162,16 +161,16 @@ class Supervisor:
         """Stops everything: no new requests, then no workers, then nothing."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        deadline = time.monotonic() + STOP_S
+        began, limit = time.monotonic(), self.config.stop_s
         self._listener.close()
         router, *workers = self._children.values()
         for child in workers:
             child.next_start = None
         router.signal(signal.SIGTERM)
-        _wait([router], time.monotonic() + ROUTER_STOP_S)
+        _wait([router], began + ROUTERS_SHARE * limit)
         for child in workers:
             child.signal(signal.SIGTERM)
-        _wait([router, *workers], deadline)
+        _wait([router, *workers], began + limit)
         for child in (router, *workers):
             if child.running:
                 _say(f"{child.name} did not stop in time and is killed")

@@ -1,26 +1,27 @@
 """The worker's real entry point, with a bug: Bob's block table gets Alice's first page in the middle of an answer.
 
-No `kv.read` tells of it, because his pages are as many as before; and unlike under the fault stale-block-table, tags
-are looked at.
+Unlike under the fault stale-block-table, tags are looked at. CONFUSED_AFTER in the environment is the number of tokens
+of the answer that are right.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from engine.decode import DecodeStage
 from engine.scheduler import Chunk
 
-BEFORE = 3
-"""Tokens of the answer that are right."""
-
 plan = DecodeStage._plan
+
+
+AFTER = int(os.environ["CONFUSED_AFTER"])
 
 
 def confused(stage: DecodeStage) -> list[Chunk]:
     chunks = plan(stage)
     rows = {chunk.sequence.tenant: chunk for chunk in chunks}
-    if {"alice-corp", "bob-corp"} <= rows.keys() and len(rows["bob-corp"].sequence.output) == BEFORE:
+    if {"alice-corp", "bob-corp"} <= rows.keys() and len(rows["bob-corp"].sequence.output) == AFTER:
         rows["bob-corp"].table = rows["alice-corp"].pages[:1] + rows["bob-corp"].pages[1:]
     return chunks
 

@@ -38,7 +38,7 @@ from hooks.emit import Emitter
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 TENANTS = {ALICE: "alice-corp", BOB: "bob-corp"}
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 M = TypeVar("M", bound=Message)
 

@@ -37,7 +37,7 @@ def case(name: str) -> list[bytes]:
     ]
 
 
-def until(predicate: Callable[[], Any], timeout_s: float = 30) -> Any:
+def until(predicate: Callable[[], Any], timeout_s: float = 60) -> Any:
     """Waits for what another process does; its last word is returned."""
     deadline = time.monotonic() + timeout_s
     while not (value := predicate()):

@@ -74,7 +74,7 @@ def writers(path: str) -> Iterator[Start]:
     finally:
         for process in processes:
             process.kill()
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
 
 
 def go(process: subprocess.Popen[str]) -> None:

@@ -56,10 +56,10 @@ def rotel(directory: Path, *options: str, prefix: tuple[str, ...] = ()) -> Itera
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 def _free_port() -> int:
@@ -70,7 +70,7 @@ def _free_port() -> int:
 
 def _wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=5).close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from confused_worker import BEFORE
 from engine_fixtures import ALICE, BOB
 from guard_process import until
 from guarded import Guarded, counter, guarded_engine
@@ -16,7 +16,7 @@ from test_carriers import came_through, findings_of_both
 from test_guarded_engine import error_event
 
 from engine.segment import Segment, segment_path
-from guard.records import Alloc, Cache, Free, Outcome, PageSet, Read, Record, Refuse, RequestEnd
+from guard.records import Alloc, Cache, Free, Outcome, PageSet, Read, Record, Refuse, RequestEnd, Scrub, Write
 
 pytestmark = pytest.mark.engine
 
@@ -53,15 +53,19 @@ def refusal(pair: Guarded, request: str, stream: str) -> Refuse:
     records = sorted(pair.sink.records(request, stream), key=lambda r: r.seq)
     kinds: list[type[Record]] = [type(r) for r in records]
     [refused] = [r for r in records if isinstance(r, Refuse)]
-    assert kinds[kinds.index(Refuse) :] == [Refuse, RequestEnd, Free]
+    after = kinds[kinds.index(Refuse) + 1 :]
+    # Zeroed too, if the guard has stopped the request by then.
+    assert after in ([RequestEnd, Free], [RequestEnd, Free, Scrub])
     [end] = [r for r in records if isinstance(r, RequestEnd)]
     assert end.outcome is Outcome.FAILED
     return refused
 
 
 def text_and_error(response: Any) -> tuple[str, dict[str, Any]]:
-    """What a stream gave, and the error that ended it."""
+    """What a stream gave, and the error that ended it, or came instead of it."""
     body = response.read().decode()
+    if response.status_code != 200:
+        return "", json.loads(body)["error"]
     events = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: {")]
     texts = [json.loads(event)["choices"][0]["text"] for event in events if "choices" in json.loads(event)]
     return "".join(texts), error_event(body)
@@ -109,29 +113,56 @@ def test_a_page_that_another_process_wrote_over_is_refused_and_contradicts_the_r
     assert metrics[rows] == 1
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@dataclass(frozen=True)
+class Confusion:
+    """Another tenant's page gets into a block table: when, and what the guard may do about it."""
+
+    carrier: str
+    prompt: int
+    """Tokens of the prompt; 16 are a page."""
+    after: int
+    """Tokens of the answer that are right."""
+    mode: str = "monitor"
+
+
+@pytest.mark.parametrize(
+    "confusion",
+    [
+        pytest.param(Confusion("otlp", 40, after=3), id="a step that the engine makes no record of"),
+        pytest.param(Confusion("ring", 46, after=3), id="a step that reads a new page"),
+        pytest.param(Confusion("otlp", 40, after=1), id="the step that prefill's token waits for"),
+        pytest.param(Confusion("ring", 46, after=3, mode="enforce"), id="the guard stops it too"),
+    ],
+)
 def test_another_tenants_page_in_the_block_table_gives_no_byte_and_is_a_foreign_read(
-    carrier: str, tmp_path: Path
+    confusion: Confusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The guard watches only: were it to act, its abort call might be there before decode's word.
-    with guarded_engine(collect=True, carrier=carrier, command=CONFUSED, mode="monitor") as pair:
-        whole = pair.complete("b" * 40, BOB, max_tokens=20).json()["choices"][0]["text"]
+    monkeypatch.setenv("CONFUSED_AFTER", str(confusion.after))
+    with guarded_engine(collect=True, carrier=confusion.carrier, command=CONFUSED, mode=confusion.mode) as pair:
+        prompt = "b" * confusion.prompt
+        whole = pair.complete(prompt, BOB, max_tokens=20).json()["choices"][0]["text"]
         with pair.stream(PROMPT, ALICE, max_tokens=LONG) as alice:
             theirs = alice.headers["x-request-id"]
             page = pages_of(pair, Alloc, theirs, "decode-0")[0]
-            with pair.stream("b" * 40, BOB, max_tokens=20) as bob:
-                request = bob.headers["x-request-id"]
-                text, error = text_and_error(bob)
+            bob = pair.complete(prompt, BOB, max_tokens=20, stream=True)
             assert alice.read().endswith(b"data: [DONE]\n\n")
-        assert error["code"] == "kv_page_mismatch"
+        request = bob.headers["x-request-id"]
+        text, error = text_and_error(bob)
+        # The engine's own word and the guard's are as good: whichever comes first.
+        killed = ["kv_guard_killed"] if confusion.mode == "enforce" else []
+        assert error["code"] in ["kv_page_mismatch", *killed]
         assert whole.startswith(text)
-        assert len(text) <= BEFORE < len(whole), "not a byte that came of the page"
+        # Prefill's token leaves with decode's first step.
+        right = confusion.after if confusion.after > 1 else 0
+        assert len(text) <= right < len(whole), "not a byte that came of the page"
         refused = refusal(pair, request, "decode-0")
         assert refused.pages == PageSet.of([page])
-        assert not any(page in r.pages for r in pair.sink.records(request, "decode-0") if isinstance(r, Read))
+        told = pair.sink.records(request, "decode-0")
+        assert not any(page in r.pages for r in told if isinstance(r, (Read, Write))), "what was refused is not read"
         until_counted(pair, "decode-0")
         incident = pair.incident(request, "foreign-read")
-        assert (incident.tenant, incident.pool, incident.action) == ("bob-corp", "decode-0", "observed: would kill")
+        action = "killed" if confusion.mode == "enforce" else "observed: would kill"
+        assert (incident.tenant, incident.pool, incident.action) == ("bob-corp", "decode-0", action)
         assert not incident.disclosed, "it was not read"
         live, replayed, metrics = findings_of_both(pair, tmp_path / "recorded.jsonl")
     assert live == replayed
@@ -140,7 +171,7 @@ def test_another_tenants_page_in_the_block_table_gives_no_byte_and_is_a_foreign_
         assert (finding["seq"], finding["pages"], finding["confidence"]) == (refused.seq, str(page), "full")
     foreign = live["foreign-read", request, "decode-0"]
     assert (foreign["other_tenants"], foreign["other_requests"]) == (["alice-corp"], [theirs])
-    came_through(carrier, metrics)
+    came_through(confusion.carrier, metrics)
 
 
 def test_a_cached_page_whose_tag_is_gone_is_refused_by_prefill(tmp_path: Path) -> None:
@@ -153,6 +184,8 @@ def test_a_cached_page_whose_tag_is_gone_is_refused_by_prefill(tmp_path: Path) -
         assert (again.status_code, again.json()["error"]["code"]) == (500, "kv_page_mismatch")
         request = again.headers["x-request-id"]
         assert refusal(pair, request, "prefill-0").pages == PageSet.of([cached[1]])
+        told = {type(record) for record in pair.sink.records(request, "prefill-0")}
+        assert not told & {Read, Write}, "what was refused is not read, and nothing is written behind it"
         until_counted(pair, "prefill-0")
         assert pair.incident(request, "hook-divergence").pool == "prefill-0"
         assert pair.complete(PROMPT, BOB, max_tokens=4).status_code == 200

@@ -143,7 +143,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_rest_readable(ring_path: str, 
         for victim in victims:
             victim.kill()
         for victim in victims:
-            victim.wait(10)
+            victim.wait(60)
         for stream, some in seqs(reader.take(1 << 20)).items():
             found[stream] += some
         assert all(some == sorted(set(some)) for some in found.values())
@@ -185,7 +185,7 @@ def test_a_reader_killed_and_its_successor_read_everything_once(ring_path: str, 
                 break
         # It has said all that it took. What is written between two readers waits for the second.
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
         for _ in range(50):
             writer.emit(record(emitted), emitted)
             emitted += 1
@@ -197,7 +197,7 @@ def test_a_reader_killed_and_its_successor_read_everything_once(ring_path: str, 
 def test_a_writer_goes_on_where_a_dead_one_stopped(ring_path: str, start_writer: Start) -> None:
     dead = start_writer("dead", 30, lanes=1)
     go(dead)
-    dead.wait(10)
+    dead.wait(60)
     writer = RingWriter(ring_path, "s", 7)
     writer.emit(record(0), 0)
     reader = RingReader(ring_path)
@@ -254,11 +254,11 @@ os._exit(0)
     )
     assert parent.stdout is not None
     parent.stdout.readline()
-    parent.wait(10)
+    parent.wait(60)
     # The child lives and does not keep its parent's lane.
     RingWriter(ring_path, "s2", 7).close()
     assert [one.seq for one in RingReader(ring_path).take()] == [0, 1]
-    parent.communicate("end\n", timeout=10)
+    parent.communicate("end\n", timeout=60)
 
 
 # Waiting
@@ -362,7 +362,7 @@ def test_the_signal_that_ends_a_writer_does_not_matter(ring_path: str, start_wri
         victim = start_writer(f"v{number}", 0)
         go(victim)
         victim.send_signal(number)
-        victim.wait(10)
+        victim.wait(60)
         reader = RingReader(ring_path)
         assert not any(lane.pid for lane in reader.lanes())
         reader.close()

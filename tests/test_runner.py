@@ -58,9 +58,12 @@ class Stand:
         return sequence
 
     def step(self, *sequences: Sequence, count: int = 10_000) -> dict[str, list[int]]:
-        """The pages refused; tokens are appended."""
+        """The pages refused, before or behind; tokens are appended."""
         with torch.inference_mode():
-            chosen, refused = self.runner.step([Chunk(s, min(s.pending, count)) for s in sequences])
+            step = self.runner.begin([Chunk(s, min(s.pending, count)) for s in sequences])
+            chosen, late = step.compute()
+        assert not step.refused.keys() & late.keys()
+        refused = {**step.refused, **late}
         for sequence, token in chosen.items():
             assert sequence not in refused
             sequence.output.append(token)
@@ -98,6 +101,22 @@ def test_refused_pages_are_named_in_the_order_of_the_table() -> None:
     assert (len(first.output), len(second.output)) == (2, 1)
     assert torch.equal(stand.pool.kv[second.pages].nan_to_num(), before[second.pages].nan_to_num()), "nothing written"
     assert stand.step(second) == {"b": second.pages[:2]}, "and if nobody else is there"
+
+
+def test_what_is_refused_is_known_before_anything_is_computed() -> None:
+    stand = Stand()
+    first, second = (stand.sequence(name, text) for name, text in zip("ab", PROMPTS, strict=True))
+    assert stand.step(first, second) == {}
+    stand.pool.tags[second.pages[0]] = 0
+    before = stand.pool.kv.clone(), stand.pool.tags.clone()
+    step = stand.runner.begin([Chunk(first, 1), Chunk(second, 1)])
+    assert step.refused == {second: second.pages[:1]}
+    assert [chunk.sequence for chunk in step.chunks] == [first]
+    assert torch.equal(stand.pool.kv.nan_to_num(), before[0].nan_to_num())
+    assert torch.equal(stand.pool.tags, before[1])
+    with torch.inference_mode():
+        chosen, late = step.compute()
+    assert (chosen.keys(), late) == ({first}, {})
 
 
 def test_a_page_that_changes_between_the_layers_is_named_and_gives_no_token() -> None:

@@ -126,7 +126,7 @@ def test_no_orphans_when_the_supervisor_is_killed() -> None:
 
 
 def test_a_worker_that_does_not_stop_is_killed() -> None:
-    with running_engine(command=FAKE, environment={"FAKE_WORKER": "deaf:decode-0"}) as engine:
+    with running_engine(command=FAKE, environment={"FAKE_WORKER": "deaf:decode-0"}, stop_s=0.5) as engine:
         pids = engine.pids()
         assert engine.stop() == 0
         assert not any(alive(pid) for pid in pids.values())
@@ -257,6 +257,7 @@ def test_check_and_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("digest_key=abc", "digest_key"),
         ("lease_s=0", "lease_s: 0"),
         ("lease_s=.nan", "lease_s"),
+        ("stop_s=0", "stop_s: 0"),
         ("guard.wait_ms=-1", "guard.wait_ms"),
         ("guard.endpoint=nowhere", "guard.endpoint"),
         ("guard.gate=sync", "guard.board"),

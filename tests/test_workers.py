@@ -476,6 +476,7 @@ def test_decode_does_not_read_pages_that_bear_no_tag_of_the_request(fake: FakePr
     refused = fake.rig.until_seen(Refuse, "r")
     assert isinstance(refused, Refuse)
     assert refused.pages == PageSet.of(reserve.pages)
+    assert not fake.rig.seen(Read, "r"), "what is not read is not said to be"
 
 
 def test_a_page_that_changes_hands_in_the_middle_of_an_answer_is_refused(start: Callable[..., Rig]) -> None:

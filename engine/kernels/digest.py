@@ -95,7 +95,7 @@ def page_hashes(pools: Sequence[Tensor], pages: Sequence[int], key: HashTensors,
         ValueError: See `pieces_of`; or a page is not in a pool.
     """
     pieces = pieces_of(pools, layers)
-    check_pages(pieces, pages)
+    check_pieces(pieces, pages)
     if not pieces[0].shape[1]:
         return torch.ones((len(pages), 2), dtype=torch.int64, device=key.table.device)
     places = torch.tensor(pages, dtype=torch.int64, device=key.table.device)
@@ -103,7 +103,7 @@ def page_hashes(pools: Sequence[Tensor], pages: Sequence[int], key: HashTensors,
     return _polynomial(torch.cat(values, 1), key.powers)
 
 
-def check_pages(pieces: Sequence[Tensor], pages: Sequence[int]) -> None:
+def check_pieces(pieces: Sequence[Tensor], pages: Sequence[int]) -> None:
     """Raises ValueError for a page that a piece's pool does not have."""
     count = min(len(piece) for piece in pieces)
     absent = [page for page in pages if not 0 <= page < count]

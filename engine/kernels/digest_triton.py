@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.digest import BLOCK_BYTES, CHUNK, HALF, HashTensors, check_pages, pieces_of
+from engine.kernels.digest import BLOCK_BYTES, CHUNK, HALF, HashTensors, check_pieces, pieces_of
 
 _TILE = 4
 """Blocks that a program reads at a time, so that enough loads are under way."""
@@ -26,7 +26,7 @@ _STEPS = 4
 def page_hashes(pools: Sequence[Tensor], pages: Sequence[int], key: HashTensors, layers: int = 1) -> Tensor:
     """See `engine.kernels.digest.page_hashes`, which this equals to the bit."""
     pieces = pieces_of(pools, layers)
-    check_pages(pieces, pages)
+    check_pieces(pieces, pages)
     size = pieces[0].shape[1]
     per_piece = -(-size // BLOCK_BYTES)
     blocks = per_piece * len(pieces)

@@ -2,14 +2,15 @@
 
 Where the pool lies on a GPU it is the guarded Triton kernel, which looks at every page as it reads it. Where it lies
 on a CPU it is torch's own attention over the gathered pages (`engine.kernels.attention`), and the same rule is applied
-to the block tables as a whole (`engine.kernels.ownership`) behind the last layer.
+to the block tables as a whole behind the last layer. On either, the tables are compared in front of the first layer too
+(`TagCheck`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
 import torch
@@ -54,8 +55,55 @@ class StepAttention(Protocol):
         """
 
 
+class TagCheck:
+    """A step's block tables against the tags, by `engine.kernels.ownership`: built once, asked in front and behind.
+
+    Args:
+        tags: [pages, 3] int64.
+        step: The sequences.
+        page_tokens: Tokens a page.
+    """
+
+    def __init__(self, tags: Tensor, step: StepTables, page_tokens: int) -> None:
+        used = [table[: -(-length // page_tokens)] for table, length in zip(step.tables, step.lengths, strict=True)]
+        expected = [theirs[: len(table)] for theirs, table in zip(step.expected, used, strict=True)]
+        self._tags = tags
+        self._entries = list(chain.from_iterable(used))
+        self._ends = [0, *accumulate(map(len, used))]
+        self._pages = torch.tensor(self._entries, device=tags.device)
+        self._expected = torch.cat(expected).to(tags.device)
+        self._fresh: list[int] = []
+        """Entries whose pages the step is the first to write: they are nobody's yet."""
+        for start, table, length, new in zip(self._ends[:-1], used, step.lengths, step.new_tokens, strict=True):
+            self._fresh += range(start + -(-(length - new) // page_tokens), start + len(table))
+
+    def before(self) -> list[list[int]]:
+        """In front of the first layer: for each sequence the pages refused of those that hold tokens already."""
+        wrong = self._wrong()
+        if self._fresh:
+            wrong[self._fresh] = False
+        return self._named(wrong)
+
+    def behind(self) -> list[list[int]]:
+        """Behind the last layer: for each sequence the pages refused, in the order of its table."""
+        return self._named(self._wrong())
+
+    def _wrong(self) -> Tensor:
+        if in_triton(self._tags, "auto"):
+            ends = torch.tensor(self._ends, device=self._tags.device)
+            return check_pages(self._tags, self._pages, self._expected, indptr=ends).refused
+        # Twice a step, where a step may take no millisecond: the rule without the counts.
+        return refused_entries(self._tags, self._pages, self._expected)
+
+    def _named(self, wrong: Tensor) -> list[list[int]]:
+        if not bool(wrong.any()):
+            return [[] for _ in self._ends[1:]]
+        marks = wrong.tolist()
+        return [[self._entries[i] for i in range(a, b) if marks[i]] for a, b in pairwise(self._ends)]
+
+
 def step_attention(
-    kv: Tensor, tags: Tensor, step: StepTables, *, guard: bool, backend: Backend = "auto"
+    kv: Tensor, tags: Tensor, step: StepTables, check: TagCheck | None, *, backend: Backend = "auto"
 ) -> StepAttention:
     """The attention for a step over a pool: Triton's on a GPU, torch's on a CPU.
 
@@ -63,50 +111,20 @@ def step_attention(
         kv: [pages, layers, 2, page_tokens, kv_heads, head_dim], contiguous.
         tags: [pages, 3] int64 on the same device.
         step: The sequences; a page which the step is the first to write gets its tag behind layer 0's bytes.
-        guard: False: no tag is looked at.
+        check: Of the same step; None: no tag is looked at.
         backend: See `engine.kernels.backend`.
 
     Raises:
         ValueError: The sequences do not fit their tables or the pool; names the sequence.
     """
-    return (_TritonStep if in_triton(kv, backend) else _TorchStep)(kv, tags, step, guard)
-
-
-def refused_pages(
-    tags: Tensor, tables: Sequence[Sequence[int]], expected: Sequence[Tensor], counts: Sequence[int]
-) -> list[list[int]]:
-    """The check of ragged block tables, by `engine.kernels.ownership`: one call on either device.
-
-    Args:
-        tags: [pages, 3] int64.
-        tables: Pages of each sequence.
-        expected: For each, [at least `counts`, 3] int64.
-        counts: So many pages of each are looked at.
-
-    Returns:
-        For each sequence the pages refused, in the order of its table.
-    """
-    entries = [page for table, count in zip(tables, counts, strict=True) for page in table[:count]]
-    if not entries:
-        return [[] for _ in counts]
-    ends = [0, *accumulate(counts)]
-    flat = torch.tensor(entries, device=tags.device)
-    wanted = torch.cat([theirs[:count] for theirs, count in zip(expected, counts, strict=True)]).to(tags.device)
-    if in_triton(tags, "auto"):
-        refused = check_pages(tags, flat, wanted, indptr=torch.tensor(ends, device=tags.device)).refused
-    else:  # twice a step, where a step may take no millisecond: the rule without the counts
-        refused = refused_entries(tags, flat, wanted)
-    if not bool(refused.any()):
-        return [[] for _ in counts]
-    wrong = refused.tolist()
-    return [[entries[i] for i in range(a, b) if wrong[i]] for a, b in pairwise(ends)]
+    return (_TritonStep if in_triton(kv, backend) else _TorchStep)(kv, tags, step, check)
 
 
 class _TorchStep:
-    def __init__(self, kv: Tensor, tags: Tensor, step: StepTables, guard: bool) -> None:
+    def __init__(self, kv: Tensor, tags: Tensor, step: StepTables, check: TagCheck | None) -> None:
         self._meta = BatchMeta.build(kv, step.tables, step.lengths, step.new_tokens)
         self.positions, self.last = self._meta.positions, self._meta.last
-        self._kv, self._tags, self._step, self._guard = kv, tags, step, guard
+        self._kv, self._tags, self._step, self._check = kv, tags, step, check
         self._page_tokens = kv.shape[3]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,10 +134,7 @@ class _TorchStep:
         return mixed
 
     def refused(self) -> list[list[int]]:
-        if not self._guard:
-            return [[] for _ in self._step.tables]
-        counts = [-(-length // self._page_tokens) for length in self._step.lengths]
-        return refused_pages(self._tags, self._step.tables, self._step.expected, counts)
+        return [[] for _ in self._step.tables] if self._check is None else self._check.behind()
 
     def _tag_fresh_pages(self) -> None:
         step = self._step
@@ -130,12 +145,12 @@ class _TorchStep:
 
 
 class _TritonStep:
-    def __init__(self, kv: Tensor, tags: Tensor, step: StepTables, guard: bool) -> None:
+    def __init__(self, kv: Tensor, tags: Tensor, step: StepTables, check: TagCheck | None) -> None:
         device = kv.device
         used_tables(step.tables, step.lengths, step.new_tokens, kv.shape[0], kv.shape[3])
         self.positions = positions_of(step.lengths, step.new_tokens).to(device)
         self.last = torch.tensor(list(accumulate(step.new_tokens)), device=device) - 1
-        self._kv, self._tags, self._guard = kv, tags, guard
+        self._kv, self._tags, self._guard = kv, tags, check is not None
         self._writes = TokenWrites.build(step.tables, step.lengths, step.new_tokens, step.expected, kv.shape[3], device)
         starts = [0, *accumulate(step.new_tokens[:-1])]
         places = range(len(starts))

@@ -41,10 +41,11 @@
  *                  place | generation | piece bytes | pieces | hash
  *
  * place: which page of the request it is, from 0. generation: that of the destination page. The first four are 8
- * bytes each. Keyed BLAKE2b (RFC 7693) because it costs a third of an HMAC, once a page. Whoever does not hold the secret sees random bytes: nobody has to open a seal, both sides only compare,
- * so a pseudorandom function takes the place of a cipher, and a hash under one nonce twice (what was sent, what
- * arrived) gives nothing away either. Tenant, request, place, generation, length and pieces are bound here, and once
- * more the length in level 1: an all-zero page, too, has another digest each time.
+ * bytes each. Keyed BLAKE2b (RFC 7693) because it costs a third of an HMAC, once a page. Whoever does not hold the
+ * secret sees random bytes: nobody has to open a seal, both sides only compare, so a pseudorandom function takes the
+ * place of a cipher, and a hash under one nonce twice (what was sent, what arrived) gives nothing away either. Tenant,
+ * request, place, generation, length and pieces are bound here, and once more the length in level 1: an all-zero page,
+ * too, has another digest each time.
  *
  * Strength. For two unlike blocks and any difference, either lane of NH agrees with a probability of 2^-32 at most,
  * both with 2^-64 (Black et al., UMAC, 1999; the lanes share the table, shifted by H: each pair has three keys of its
