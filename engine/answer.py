@@ -32,6 +32,8 @@ class Answer:
     state: State = State.WAITING
     landing: list[int] = field(default_factory=list)
     """Pages that the transfer writes."""
+    generations: dict[int, int] = field(default_factory=dict)
+    """Of these pages, as they were granted to it."""
     nonce: bytes = b""
     """The transfer's, for its digests."""
     covered: int = 0

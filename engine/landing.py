@@ -46,6 +46,7 @@ class Landing:
         request.landing = request.sequence.pages[: pool.pages_for(len(message.prompt))]
         request.nonce = secrets.token_bytes(NONCE_BYTES)
         generations = [pool.generation(page) for page in request.landing]
+        request.generations = dict(zip(request.landing, generations, strict=True))
         peer = _peer(message.prefill, message.prefill_epoch)
         try:
             address = self._receiver.register(peer, request.transfer, request.landing, generations)
@@ -96,9 +97,11 @@ class Landing:
             tenant, pages = request.sequence.tenant, handoff.pages
             # The first one, unless a fault sent other pages.
             first = request.landing.index(pages[0]) if pages and pages[0] in request.landing else 0
+            # As they were granted: whether a page is still the request's, its tag tells at the read.
+            generations = [request.generations.get(page, self._pool.generation(page)) for page in pages]
             digests = self._host.digester.pages(
                 self._pool.segment.data, tenant, request.name, pages, first,
-                generations=[self._pool.generation(page) for page in pages], nonce=request.nonce,
+                generations=generations, nonce=request.nonce,
             )  # fmt: skip
         problem = self._problem(request, handoff, digests)
         status = TransferStatus.FAILED if problem else TransferStatus.OK
