@@ -164,17 +164,26 @@ class Receiver(Protocol):
         """Lets go of everything."""
 
 
-def pause(waited_s: float) -> None:
-    """Lets others run before a library is asked again.
+def ask(steps: Iterator[None], wait_s: float) -> Fate:
+    """Asks a library that has to be asked, until a batch is done or the time is up.
+
+    The first half of a millisecond whoever has to do something for it only gets the core in between; after that the
+    library is also asked more seldom.
 
     Args:
-        waited_s: How long it has been asked by now: the first half of a millisecond whoever has to do something for it
-            only gets the core, after that it is also asked more seldom.
+        steps: Each looks once how far the batch is; over when it is done. What they raise goes on to the caller.
+        wait_s: How long to wait at most.
     """
-    if waited_s < _SPIN_S:
-        os.sched_yield()
-    else:
-        time.sleep(_PAUSE_S)
+    started = time.perf_counter()
+    while next(steps, steps) is not steps:
+        waited = time.perf_counter() - started
+        if waited > wait_s:
+            return Fate.MOVING
+        if waited < _SPIN_S:
+            os.sched_yield()
+        else:
+            time.sleep(_PAUSE_S)
+    return Fate.DONE
 
 
 def load(kind: Kind) -> None:

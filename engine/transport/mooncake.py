@@ -16,7 +16,6 @@ choice, and asks nobody who they are; it writes into registered memory only.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 from engine.digest import PageDigester
 from engine.segment import TAG_WORDS, Segment
 from engine.transport.access import check_page_bytes, seal, unseal
-from engine.transport.link import Batch, Fate, MissingError, Run, TransferError, pause
+from engine.transport.link import Batch, Fate, MissingError, Run, TransferError, ask
 
 BATCH_PAGES = 1024
 _TAG_BYTES = 8 * TAG_WORDS
@@ -97,14 +96,8 @@ class MooncakeLink:
 
     def poll(self, wait_s: float) -> Fate:
         """Submits writes, and asks Mooncake what has become of them, more and more seldom."""
-        started = time.perf_counter()
         try:
-            while next(self._steps, self) is not self:
-                waited = time.perf_counter() - started
-                if waited > wait_s:
-                    return Fate.MOVING
-                pause(waited)
-            return Fate.DONE
+            return ask(self._steps, wait_s)
         except TransferError as error:
             self.error = self.error or f"Mooncake: {error}"
         self.close()

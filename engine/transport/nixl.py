@@ -34,7 +34,7 @@ import numpy as np
 from engine.digest import PageDigester
 from engine.segment import TAG_WORDS, Segment
 from engine.transport.access import check_page_bytes, seal, unseal
-from engine.transport.link import Batch, Fate, TransferError, pause
+from engine.transport.link import Batch, Fate, TransferError, ask
 
 BATCH_PAGES = 1024
 _TAG_BYTES = 8 * TAG_WORDS
@@ -113,14 +113,8 @@ class NixlLink:
         """Asks NIXL, more and more seldom."""
         if self._agent is None:
             return Fate.FAILED
-        started = time.perf_counter()
         try:
-            while next(self._steps, self) is not self:
-                waited = time.perf_counter() - started
-                if waited > wait_s:
-                    return Fate.MOVING
-                pause(waited)
-            return Fate.DONE
+            return ask(self._steps, wait_s)
         except Exception as error:  # the bindings' own types; whatever it was, the batch is not known to be done
             self.error = f"NIXL: {str(error) or type(error).__name__}"
         self.close()
